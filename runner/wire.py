@@ -143,7 +143,7 @@ class Report:
     """What `check` says of a box: every check, then the judgement."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-    v: int
+    v: int = VERSION
     refused: bool
     facts: dict[str, str]
     checks: list[Check]
@@ -154,7 +154,7 @@ class Installed:
     """What `install` says of a runtime. `state` is reused, installed or repaired."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
-    v: int
+    v: int = VERSION
     state: str
     path: str
     digest: str
@@ -266,7 +266,8 @@ class Tail:
     """What `tail` answers: a slice of evidence.ndjson by byte offset, and where the session stands.
 
     `chunk` is base64 of whole lines, except that a torn last line is included once `state` is final. `state` is
-    absent (no claim yet), running, ended (a receipt is there), or lost (the supervisor is dead, no receipt).
+    absent (no claim yet), running, ended (a receipt is there), or lost (the supervisor is dead, no receipt). `claim` is
+    the digest of the request that holds the session, "stopped", or "".
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -276,6 +277,7 @@ class Tail:
     size: int
     chunk: str
     state: str
+    claim: str
     receipt: Receipt | None = None
 
 
@@ -316,9 +318,29 @@ def request_from(raw: bytes) -> Request:
     """
     plain = json.loads(raw)
     if not isinstance(plain, dict) or plain.get("v") != VERSION:
-        raise ValueError(f"request.json: found version {plain.get('v') if isinstance(plain, dict) else None!r}, needed {VERSION}")
+        raise ValueError(
+            f"request.json: found version {plain.get('v') if isinstance(plain, dict) else None!r}, needed {VERSION}"
+        )
     try:
         model = plain.pop("model", None)
         return Request(**plain, model=None if model is None else Model(**model))
     except TypeError as error:
         raise ValueError(f"request.json: {error}") from error
+
+
+OUTCOME_EXIT = {outcome: status for status, outcome in enumerate(Outcome)}
+"""What `run --wait` and the host's `boxstrap run` exit with, by outcome: 0 completed, 1 gave_up, … in table order."""
+
+
+def outcome_of(receipt: Receipt) -> Outcome:
+    """Judge how a session ended from its receipt. Infrastructure first: it may never look like the agent's doing."""
+    if receipt.supervisor_lost:
+        return Outcome.SANDBOX_LOST
+    if receipt.stopped:
+        return Outcome.CANCELLED
+    if receipt.timed_out:
+        return Outcome.DEADLINE_EXCEEDED
+    said = Outcome(receipt.status) if receipt.status in set(Outcome) else None
+    if said in {Outcome.COMPLETED, None}:
+        return Outcome.COMPLETED if receipt.exit_code == 0 else Outcome.AGENT_FAILED
+    return said

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two environments: the task's own, and the agent's, which is the task's with HOME and XDG moved away (DESIGN 7).
+
+It refuses to invent: what the task set stays as the task set it, and nothing of the host is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, MutableMapping
+
+from boxstrap.runner.layout import SessionPaths
+from boxstrap.runner.wire import Request
+
+SAVED = "BOXSTRAP_TASK_"
+"""prelude.sh moves each LD_* variable to this prefix, so that the loader of our interpreter does not obey it."""
+MARKER = "BOXSTRAP_SESSION"
+"""In the environment of every process of a session: how a stray one is recognised."""
+SESSION_DIR = "BOXSTRAP_SESSION_DIR"
+EVENTS_FD = "BOXSTRAP_EVENTS_FD"
+ACTIVATION_BOUND_S = 60.0
+
+TOOLCHAINS = {
+    "CARGO_HOME": ".cargo",
+    "RUSTUP_HOME": ".rustup",
+    "NVM_DIR": ".nvm",
+    "PYENV_ROOT": ".pyenv",
+    "RBENV_ROOT": ".rbenv",
+    "SDKMAN_DIR": ".sdkman",
+    "GRADLE_USER_HOME": ".gradle",
+    "GOPATH": "go",
+    "VOLTA_HOME": ".volta",
+    "BUN_INSTALL": ".bun",
+    "OPAMROOT": ".opam",
+    "PYTHONUSERBASE": ".local",
+    "NPM_CONFIG_USERCONFIG": ".npmrc",
+    "NPM_CONFIG_CACHE": ".npm",
+}
+"""Toolchains that live in the real HOME, by the variable that pins each to its old place."""
+LINKED = (".m2", ".condarc", ".Rprofile")
+"""The same for what has no variable of its own: a link in the session's HOME."""
+
+
+def restore_task_variables(environ: MutableMapping[str, str]) -> None:
+    """Give the LD_* variables that the prelude moved away back to whoever runs next."""
+    for name in [name for name in environ if name.startswith(SAVED)]:
+        environ[name.removeprefix(SAVED)] = environ.pop(name)
+
+
+def hide_loader_variables(environ: MutableMapping[str, str]) -> None:
+    """Move the LD_* variables away, for the exec of our own interpreter."""
+    for name in [name for name in environ if name.startswith("LD_")]:
+        environ[SAVED + name] = environ.pop(name)
+
+
+def task_environment(environ: Mapping[str, str], activation: str = "") -> dict[str, str]:
+    """Return what the container gives every exec, after the optional activation snippet ran once in bash.
+
+    Raises:
+        ValueError: the snippet failed, or did not end within its bound.
+    """
+    task = dict(environ)
+    restore_task_variables(task)
+    for name in [name for name in task if name.startswith("BOXSTRAP_")]:
+        del task[name]
+    if not activation:
+        return task
+    try:
+        done = subprocess.run(
+            ["bash", "--norc", "--noprofile", "-c", f"{activation}\nexec env -0"],
+            env=task,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ACTIVATION_BOUND_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"the activation snippet did not end well: {error}") from error
+    if done.returncode != 0:
+        raise ValueError(f"the activation snippet exited {done.returncode}: {done.stderr[-400:].decode(errors='replace')}")
+    pairs = (entry.partition(b"=") for entry in done.stdout.split(b"\0") if b"=" in entry)
+    activated = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return {name: value for name, value in activated.items() if name not in {"_", "SHLVL", "PWD", "OLDPWD"} or name in task}
+
+
+def agent_environment(task: Mapping[str, str], request: Request, session: SessionPaths) -> dict[str, str]:
+    """Return the agent's environment: the task's, with HOME and XDG in the session folder and git trusting the workdir."""
+    real_home = task.get("HOME") or "/"
+    env = dict(task)
+    for variable, folder in TOOLCHAINS.items():
+        old = os.path.join(real_home, folder)
+        if variable not in env and os.path.exists(old):
+            env[variable] = old
+    env["HOME"] = session.home
+    for kind in ("CONFIG", "DATA", "STATE", "CACHE"):
+        env[f"XDG_{kind}_HOME"] = f"{session.home}/.{kind.lower()}"
+    env["XDG_RUNTIME_DIR"] = f"{session.home}/.runtime"
+    count = int(env["GIT_CONFIG_COUNT"]) if env.get("GIT_CONFIG_COUNT", "").isdigit() else 0
+    for offset, folder in enumerate(_workdir_names(request.workdir)):
+        env[f"GIT_CONFIG_KEY_{count + offset}"] = "safe.directory"
+        env[f"GIT_CONFIG_VALUE_{count + offset}"] = folder
+        env["GIT_CONFIG_COUNT"] = str(count + offset + 1)
+    env.update(request.env)
+    env[MARKER] = request.session_id
+    return env
+
+
+def prepare_home(task: Mapping[str, str], request: Request, session: SessionPaths) -> None:
+    """Make the session's HOME: private folders, a .gitconfig that includes the real one, links to toolchains."""
+    for folder in ("", ".config", ".data", ".state", ".cache", ".runtime"):
+        os.makedirs(os.path.join(session.home, folder), mode=0o700, exist_ok=True)
+    os.makedirs(session.tmp, mode=0o700, exist_ok=True)
+    real_home = task.get("HOME") or "/"
+    lines = [f"[include]\n\tpath = {_git_quoted(os.path.join(real_home, '.gitconfig'))}\n"]
+    lines += [f"[safe]\n\tdirectory = {_git_quoted(folder)}\n" for folder in _workdir_names(request.workdir)]
+    with open(os.path.join(session.home, ".gitconfig"), "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.writelines(lines)
+    for name in LINKED:
+        old, new = os.path.join(real_home, name), os.path.join(session.home, name)
+        if os.path.exists(old) and not os.path.lexists(new):
+            os.symlink(old, new)
+
+
+def _workdir_names(workdir: str) -> list[str]:
+    real = os.path.realpath(workdir)
+    return [workdir] if real == workdir else [workdir, real]
+
+
+def _git_quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,344 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The parent of the agent: starts it, pumps its output, keeps the deadline, reaps everything, writes the receipt.
+
+It waits on the process, never on the end of a stream: a grandchild may hold stdout open for ever. It refuses to call a
+session ended while one of its processes is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from boxstrap.runner import agents, environment, processes, receipts
+from boxstrap.runner.evidence import EvidenceLog, plain
+from boxstrap.runner.layout import RuntimePaths, SessionPaths
+from boxstrap.runner.pump import Pump
+from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor, to_json
+
+HEARTBEAT_S = 15.0
+TICK_S = 0.25
+LEFTOVER_GRACE_S = 2.0
+"""Between TERM and KILL for children that a finished agent left behind."""
+DRAIN_BOUND_S = 2.0
+_CGROUP_OOM = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+class Supervisor:
+    """One run of one agent, from launch to receipt."""
+
+    def __init__(
+        self, request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths, environ: Mapping[str, str]
+    ) -> None:
+        self._request = request
+        self._digest = digest
+        self._session = session
+        self._runtime = runtime
+        self._environ = environ
+        self._log = EvidenceLog(session.evidence, session.artifacts)
+        self._selector = selectors.DefaultSelector()
+        self._agent_pid = 0
+        self._agent_status: int | None = None
+        self._status, self._detail = "", ""
+        self._result: object = None
+        self._reason = ""
+        self._stopping = False
+        self._reaped, self._cpu, self._peak = 0, 0.0, 0
+        self._parse: Callable[[bytes], list[tuple[Kind, dict[str, object]]]] | None = None
+
+    def run(self) -> Receipt:
+        """Run the agent to its end and return the receipt that was written."""
+        self._wake_on_signals()
+        oom_before = _oom_kills()
+        started = time.time()
+        pumps: list[Pump] = []
+        survivors: list[Survivor] = []
+        try:
+            pumps = self._start()
+        except (ValueError, OSError) as error:
+            self._status, self._detail = Outcome.SETUP_FAILED.value, str(error)
+            self._log.append(Kind.LOG, {"stream": "boxstrap", "text": f"the agent was not started: {plain(str(error))}"})
+        else:
+            survivors = self._watch(pumps)
+            self._drain(pumps)
+        return self._end(started, pumps, survivors, oom_killed=_oom_kills() > oom_before)
+
+    def _wake_on_signals(self) -> None:
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_term)
+        for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+            signal.signal(ignored, signal.SIG_IGN)
+        self._wake_reader, self._wake_writer = reader, writer
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
+    def _on_term(self, *_: object) -> None:
+        self._stopping = True
+
+    def _start(self) -> list[Pump]:
+        """Make the environment, launch the agent, wire its pipes.
+
+        Raises:
+            ValueError: the request's options or its activation snippet do not work.
+            OSError: the program or the workdir cannot be used.
+        """
+        request, session = self._request, self._session
+        begun = time.monotonic()
+        agent = agents.get(request.agent)
+        task = environment.task_environment(self._environ, request.activation)
+        environment.prepare_home(task, request, session)
+        env = environment.agent_environment(task, request, session)
+        launch = agent.launch(request, session, self._runtime)
+        env |= launch.env
+        if launch.interpreter:
+            environment.hide_loader_variables(env)
+        self._log.append(Kind.PHASE, {"name": "environment", "seconds": round(time.monotonic() - begun, 4)})
+        out, out_child = os.pipe()
+        err, err_child = os.pipe()
+        events, events_child = os.pipe()
+        by_fd = launch.events == "fd"
+        if by_fd:
+            env[environment.EVENTS_FD] = str(events_child)
+            env[environment.SESSION_DIR] = session.path
+        else:
+            self._parse = agent.parse  # otherwise None: an agent that writes events has to say how it ended
+        try:
+            child = subprocess.Popen(
+                launch.argv,
+                cwd=request.workdir,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out_child,
+                stderr=err_child,
+                pass_fds=(events_child,) if by_fd else (),
+                start_new_session=True,
+            )
+        except OSError:
+            for fd in (out, err, events):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (out_child, err_child, events_child):
+                os.close(fd)
+        self._agent_pid = child.pid
+        child.returncode = 0  # this loop reaps it; Popen must not try
+        self._log.append(
+            Kind.AGENT_STARTED,
+            {"agent": request.agent, "pid": child.pid, "argv": plain(launch.argv), "workdir": plain(request.workdir)},
+        )
+        pumps = [
+            Pump(out, path=session.agent_out, on_line=None if by_fd else self._on_stdout),
+            Pump(err, path=session.agent_err, on_line=None),
+            Pump(events, path=None, on_line=self._on_event if by_fd else None),
+        ]
+        for pump in pumps:
+            self._selector.register(pump.fd, selectors.EVENT_READ, pump)
+        return pumps
+
+    def _watch(self, pumps: list[Pump]) -> list[Survivor]:
+        """Pump and wait until the last process is gone; return those that would not go."""
+        request = self._request
+        begun = beaten = time.monotonic()
+        deadline = begun + request.deadline_s
+        kill_at = give_up_at = 0.0
+        clean = 0
+        while True:
+            self._pump_once(receipts.SCAN_EVERY_S if self._reason else min(TICK_S, max(0.0, deadline - time.monotonic())))
+            self._reap()
+            now = time.monotonic()
+            if not self._reason:
+                self._reason = self._why_end(now, deadline)
+                if not self._reason:
+                    if now - beaten >= HEARTBEAT_S:
+                        beaten = now
+                        self._beat()
+                    self._log.sync(every_s=1.0)
+                    continue
+                grace = min(LEFTOVER_GRACE_S, request.grace_s) if self._reason == "exited" else request.grace_s
+                kill_at, give_up_at = now + grace, now + grace + receipts.KILL_BOUND_S
+                self._signal_all(signal.SIGTERM)
+            found = self._find()
+            clean = 0 if found else clean + 1
+            if clean == 2:
+                return []
+            if now >= give_up_at and found:
+                return [Survivor(pid=process.pid, name=process.name) for process in found]
+            if now >= kill_at:
+                self._signal_all(signal.SIGKILL)
+
+    def _why_end(self, now: float, deadline: float) -> str:
+        if self._agent_status is not None:
+            return "exited"
+        if self._stopping or os.path.lexists(self._session.stop):
+            return "stopped"
+        return "deadline" if now >= deadline else ""
+
+    def _pump_once(self, wait_s: float) -> None:
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                while self._take_wakeups():
+                    continue
+                continue
+            pump: Pump = key.data
+            pump.read()
+            if not pump.open:
+                self._selector.unregister(pump.fd)
+
+    def _take_wakeups(self) -> bool:
+        try:
+            return bool(self._wake_reader.recv(4096))
+        except BlockingIOError:
+            return False
+
+    def _drain(self, pumps: list[Pump]) -> None:
+        """Take what the pipes still hold. Bounded: a survivor may go on writing."""
+        bound = time.monotonic() + DRAIN_BOUND_S
+        for pump in pumps:
+            while pump.open and pump.read() and time.monotonic() < bound:
+                continue
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._reaped += 1
+            self._cpu += usage.ru_utime + usage.ru_stime
+            self._peak = max(self._peak, usage.ru_maxrss * 1024)
+            if pid == self._agent_pid:
+                self._agent_status = status
+
+    def _find(self) -> list[processes.Process]:
+        everyone = processes.every()
+        me = os.getpid()
+        found = set(processes.descendants(me, everyone))
+        found.update(processes.marked(f"{environment.MARKER}={self._request.session_id}".encode(), everyone))
+        return [process for process in found if process.pid != me]
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._find():
+            processes.send(process, number)
+
+    def _beat(self) -> None:
+        found = self._find()
+        self._log.append(Kind.HEARTBEAT, {"processes": len(found), "cpu_seconds": round(self._cpu, 3)})
+
+    def _on_stdout(self, line: bytes) -> None:
+        for kind, data in self._parse(line) if self._parse else ():
+            self._log.append(kind, {str(key): plain(value) for key, value in data.items()})
+
+    def _on_event(self, line: bytes) -> None:
+        """Stamp one line of an instrumented agent. What is not an event is kept as a log and a gap."""
+        try:
+            said = json.loads(line)
+            name, data = said["kind"], dict(said["data"])
+            kind = None if name == "result" else Kind(name)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._log.append(Kind.LOG, {"stream": "events", "text": line[:65536].decode("utf-8", "replace")})
+            self._log.append(Kind.GAP, {"code": "unknown_event", "bytes": len(line)})
+            return
+        if kind is None:
+            self._status, self._detail = (
+                str(plain(str(data.get("status", ""))))[:64],
+                str(plain(str(data.get("detail", ""))))[:4096],
+            )
+            self._result = plain(data.get("result"))
+        else:
+            self._log.append(kind, {str(plain(str(key))): plain(value) for key, value in data.items()})
+
+    def _end(self, started: float, pumps: list[Pump], survivors: list[Survivor], *, oom_killed: bool) -> Receipt:
+        for pump in pumps:
+            pump.close()
+            if pump.lines.cut:
+                self._log.append(Kind.GAP, {"code": "line_too_long", "lines": pump.lines.cut})
+        code, number = _split(self._agent_status)
+        if self._reason == "exited" and self._parse is None and not self._status:
+            self._status, self._detail = Outcome.AGENT_FAILED.value, "the agent's process ended without saying a result"
+        self._log.append(
+            Kind.AGENT_EXITED,
+            {"exit_code": code, "signal": number, "status": self._status, "detail": self._detail, "result": self._result},
+        )
+        self._log.append(
+            Kind.ENDED, {"reason": self._reason or "not_started", "cleanup_confirmed": not survivors, "reaped": self._reaped}
+        )
+        self._log.close()
+        receipt = Receipt(
+            session_id=self._request.session_id,
+            request_digest=self._digest,
+            agent=self._request.agent,
+            started_at=started,
+            ended_at=time.time(),
+            exit_code=code,
+            signal=number,
+            status=self._status,
+            detail=self._detail,
+            timed_out=self._reason == "deadline",
+            stopped=self._reason == "stopped",
+            oom_killed=oom_killed,
+            supervisor_lost=False,
+            cleanup_confirmed=not survivors,
+            survivors=survivors,
+            reaped=self._reaped,
+            evidence_bytes=self._log.bytes,
+            evidence_sha256=self._log.sha256,
+            stdout_bytes=pumps[0].total if pumps else 0,
+            stderr_bytes=pumps[1].total if pumps else 0,
+            output_truncated=any(pump.truncated for pump in pumps),
+            peak_rss_bytes=self._peak,
+            cpu_seconds=round(self._cpu, 3),
+        )
+        receipts.write_receipt(self._session, receipt)
+        return receipt
+
+
+def supervise(request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths, environ: Mapping[str, str]) -> int:
+    """Be the supervisor process: leave the exec's session, adopt orphans, run, and return an exit status."""
+    os.setsid()
+    processes.become_subreaper()
+    null = os.open(os.devnull, os.O_RDWR)
+    log = os.open(session.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(log)
+    me = processes.read(os.getpid())
+    receipts.replace(session.supervisor, to_json({"pid": os.getpid(), "start": me.start if me else 0}) + "\n")
+    Supervisor(request, digest, session, runtime, environ).run()
+    sys.stdout.flush()
+    return 0
+
+
+def _split(status: int | None) -> tuple[int | None, int | None]:
+    """Split a wait status into (exit code, signal); both None when the agent never ran."""
+    if status is None:
+        return None, None
+    if os.WIFSIGNALED(status):
+        return None, os.WTERMSIG(status)
+    return os.WEXITSTATUS(status), None
+
+
+def _oom_kills() -> int:
+    """Count the cgroup's out-of-memory kills (v2, then v1); 0 where neither can be read."""
+    for path in _CGROUP_OOM:
+        try:
+            with open(path, encoding="ascii") as file:
+                for line in file:
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        except (OSError, ValueError):
+            continue
+    return 0
