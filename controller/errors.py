@@ -14,7 +14,8 @@
     ├── SessionStateError     open, invoke and close were called out of order
     └── EvidenceError         the sandbox broke the evidence format or a cap
 
-Each has `code`, `message` and `remedy`, and prints as one sentence each. It is not for the agent's own failures: those are results.
+Each has `code`, `message` and `remedy`, and prints as one sentence each.
+They are not for the agent's own failures: those are results.
 """
 
 from __future__ import annotations

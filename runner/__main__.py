@@ -124,7 +124,7 @@ def _agent_env(session: SessionPaths) -> tuple[dict[str, str], str] | Failure:
     if isinstance(read, Failure):
         return read
     try:
-        task = environment.task_environment(os.environ, read[0].activation)
+        task = environment.task_environment(environment.initial(), read[0].activation)
     except ValueError as error:
         return Failure(code=Code.LAUNCH_FAILED, message=f"{error}.", remedy="Correct the activation snippet.")
     environment.prepare_home(task, read[0], session)

@@ -43,8 +43,24 @@ LINKED = (".m2", ".condarc", ".Rprofile")
 """The same for what has no variable of its own: a link in the session's HOME."""
 
 
+def initial() -> dict[str, str]:
+    """Return the environment that this process was started with.
+
+    os.environ is not it: CPython adds LC_CTYPE to its own environment where the locale is C (PEP 538, also under -I).
+    """
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            raw = file.read()
+    except OSError:
+        return dict(os.environ)
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
 def restore_task_variables(environ: MutableMapping[str, str]) -> None:
-    """Give the LD_* variables that the prelude moved away back to whoever runs next."""
+    """Undo for the next process what was done for ours: LD_* comes back, an LC_CTYPE of CPython's making goes."""
+    if "LC_CTYPE" not in initial():
+        environ.pop("LC_CTYPE", None)
     for name in [name for name in environ if name.startswith(SAVED)]:
         environ[name.removeprefix(SAVED)] = environ.pop(name)
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 
-from boxstrap.runner import processes, receipts
+from boxstrap.runner import environment, processes, receipts
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
 from boxstrap.runner.wire import (
@@ -105,7 +105,7 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
 
 def _supervise_or_say(request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths) -> int:
     try:
-        return supervise(request, digest, session, runtime, os.environ)
+        return supervise(request, digest, session, runtime, environment.initial())
     except BaseException:  # noqa: BLE001
         # Broad on purpose: whatever breaks here is our bug; supervisor.log gets the traceback, the parent writes the receipt.
         sys.excepthook(*sys.exc_info())

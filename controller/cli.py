@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The `boxstrap` command: the host side for people.
+
+It refuses to own a sandbox that it was not asked to make: only --image creates a container, and removes it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from boxstrap.controller import artifacts
+from boxstrap.controller.budgets import Budgets
+from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, UsageError
+from boxstrap.controller.sandbox import Sandbox
+from boxstrap.controller.sandboxes.docker import DockerSandbox, own_container
+from boxstrap.controller.sandboxes.local import LocalSandbox
+from boxstrap.controller.session import Result, SessionSpec, open_session
+from boxstrap.controller.show import Progress, show_result
+from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit status: the outcome's (wire.OUTCOME_EXIT), or wire.ExitStatus."""
+    console = Console(highlight=False, markup=False)
+    errors = Console(stderr=True, highlight=False, markup=False)
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.call(options, console))
+    except UsageError as error:
+        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
+        return ExitStatus.USAGE
+    except SetupFailed as error:
+        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
+        return ExitStatus.REFUSED
+    except SandboxLost as error:
+        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
+        return ExitStatus.TRY_AGAIN
+    except BoxstrapError as error:
+        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
+        return ExitStatus.INSTALL_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="boxstrap", description="Run a pinned coding agent in a sandbox that somebody else made.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    run = commands.add_parser("run", help="open a session in a sandbox, run the agent, collect, close")
+    run.set_defaults(call=_run)
+    where = run.add_mutually_exclusive_group(required=True)
+    where.add_argument("--docker", metavar="NAME", help="a running container, by name or id")
+    where.add_argument("--image", help="make a container from this image, and remove it at the end")
+    where.add_argument("--local", metavar="DIR", type=Path, help="this machine, with every root inside this folder")
+    run.add_argument("--agent", required=True, choices=artifacts.AGENTS)
+    run.add_argument("--workdir", required=True, help="the task's repo in the sandbox")
+    run.add_argument("--prompt-file", required=True, type=Path, metavar="F")
+    run.add_argument("--model-url", metavar="URL", help="as the sandbox sees it, up to and with /v1")
+    run.add_argument("--model-name", default="model", metavar="NAME")
+    run.add_argument("--model-api", default="responses", choices=("responses", "chat"))
+    run.add_argument("--model-header", action="append", default=[], metavar="NAME=VALUE")
+    run.add_argument("--model-timeout", type=float, default=600.0, metavar="S", help="seconds for one model call")
+    run.add_argument("--session", metavar="ID", help="the same id and --out attach after a restart (default: random)")
+    run.add_argument("--out", type=Path, metavar="DIR", help="evidence and result go here (default: out/<session>)")
+    run.add_argument("--deadline", type=float, metavar="S", help="seconds that the agent may take")
+    run.add_argument("--payload", default="lean", choices=("lean", "full"))
+    run.add_argument("--runtime-root", default="", metavar="DIR", help="instead of /opt/nemo-gym-<agent>")
+    run.add_argument("--session-root", default="", metavar="DIR", help="instead of the folder under the temporary folder")
+    run.add_argument("--interpreter", type=Path, metavar="PATH", help="pack this Python instead of one that is found")
+    run.add_argument("--activation", default="", metavar="BASH", help="a snippet that makes the task's environment")
+    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="added to the agent's environment")
+    run.add_argument("--user", help="run as this user of the box")
+    run.add_argument("--network", help="with --image: the container's network")
+    run.add_argument("--loopback-ok", action="store_true", help="a loopback model URL means the box's own")
+    run.add_argument("--allow-credentials", action="store_true", help="the box may have what looks like a provider's key")
+    run.add_argument("argv", nargs="*", help="agent command: the program and its arguments, after --")
+    build = commands.add_parser("build", help="build the archive and, with --agent, what its runtime needs")
+    build.set_defaults(call=_build)
+    build.add_argument("--agent", choices=artifacts.AGENTS)
+    build.add_argument("--payload", default="lean", choices=("lean", "full"))
+    build.add_argument("--arch", default="x86_64", choices=("x86_64", "aarch64"))
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", remedy=f"See {self.prog} --help.")
+
+
+def _pairs(items: list[str]) -> dict[str, str]:
+    for item in items:
+        if "=" not in item:
+            raise UsageError(f"Found {item!r}, needed NAME=VALUE.", remedy="Write it with an equals sign.")
+    return dict(item.split("=", 1) for item in items)
+
+
+def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
+    model = None
+    if options.model_url:
+        model = Model(
+            url=options.model_url,
+            name=options.model_name,
+            api=options.model_api,
+            headers=_pairs(options.model_header),
+            timeout_s=options.model_timeout,
+        )
+    elif options.agent != "command":
+        raise UsageError(f"Agent {options.agent} found no model, needed one.", remedy="Give --model-url.")
+    budgets = Budgets() if options.deadline is None else Budgets().with_worker(options.deadline)
+    return SessionSpec(
+        session_id=session_id,
+        agent=options.agent,
+        workdir=options.workdir,
+        out=options.out or Path("out") / session_id,
+        model=model,
+        variant=options.payload,
+        runtime_root=options.runtime_root,
+        session_root=options.session_root,
+        interpreter=options.interpreter,
+        budgets=budgets,
+        loopback_ok=options.loopback_ok,
+        allow_credentials=options.allow_credentials,
+        user=options.user,
+        activation=options.activation,
+        env=_pairs(options.env),
+        argv=options.argv,
+    )
+
+
+@contextlib.contextmanager
+def _sandbox(options: argparse.Namespace) -> Iterator[Sandbox]:
+    if options.docker:
+        yield DockerSandbox(options.docker)
+    elif options.local:
+        yield LocalSandbox(options.local)
+    else:
+        with own_container(options.image, network=options.network) as container:
+            yield DockerSandbox(container)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    try:
+        prompt = options.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{options.prompt_file}: {error}, needed a UTF-8 text file.", remedy="Check --prompt-file.") from error
+    session_id = options.session or f"{options.agent}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    spec = _spec(options, session_id)
+    progress = Progress(console)
+    progress.line("session", session_id)
+    with _sandbox(options) as sandbox:
+        result = asyncio.run(_session(sandbox, spec, prompt, progress))
+    if result is None:
+        return OUTCOME_EXIT[Outcome.CANCELLED]
+    show_result(console, result)
+    return OUTCOME_EXIT[result.outcome]
+
+
+async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: Progress) -> Result | None:
+    """Run one session; Ctrl-C or TERM stops the agent, collects, closes, and says so."""
+    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        if task is not None and not interrupted:
+            interrupted = True
+            progress.line("interrupted", "stopping the agent and collecting; the sandbox stays")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    session = None
+    try:
+        async with open_session(sandbox, spec, on_event=progress.event, on_phase=progress.phase) as session:
+            state = session.installed.state if session.installed else "unknown"
+            progress.line("runtime", f"{state} at {session.runtime.path if session.runtime else ''}")
+            return await session.invoke(spec.request(prompt))
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+        return session.result if session is not None else None
+
+
+def _build(options: argparse.Namespace, console: Console) -> int:
+    def report(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    archive = artifacts.archive()
+    report(f"archive      {archive.path.stat().st_size:>11,} bytes  sha256 {archive.sha256[:16]}  {archive.path}")
+    if options.agent:
+        interpreter = artifacts.interpreter(arch=options.arch, report=report)
+        report(
+            f"interpreter  {interpreter.path.stat().st_size:>11,} bytes  CPython {interpreter.version} {interpreter.arch}, "
+            f"needs glibc {interpreter.glibc_floor}"
+        )
+        payload = artifacts.payload(options.agent, variant=options.payload, interpreter=interpreter, report=report)
+        if payload is not None:
+            report(f"payload      {payload.path.stat().st_size:>11,} bytes  {payload.agent} {payload.variant} {payload.arch}")
+    return ExitStatus.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
