@@ -13,6 +13,9 @@ from pathlib import PurePosixPath
 
 DIGEST_CHARS = 16
 """How much of a digest a path uses."""
+STAGE = ".stage-"
+LOCK = ".lock-"
+"""What the names of stages and locks in a runtime root begin with; prelude.sh spells them too."""
 
 
 def default_runtime_root(agent: str) -> str:
@@ -61,6 +64,18 @@ class RuntimePaths:
     def manifest(self) -> str:
         """Written last: every file with its size and sha256."""
         return f"{self.path}/manifest.json"
+
+
+@dataclass(frozen=True)
+class StagePaths(RuntimePaths):
+    """A runtime that is being made: `<root>/.stage-<digest16>-<pid>`."""
+
+    pid: int
+
+    @property
+    def path(self) -> str:
+        """The name until it is published."""
+        return f"{self.root}/{STAGE}{self.digest[:DIGEST_CHARS]}-{self.pid}"
 
 
 @dataclass(frozen=True)

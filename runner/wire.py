@@ -304,6 +304,12 @@ def to_json(value: object) -> str:
     return json.dumps(plain, separators=(",", ":"), allow_nan=False)
 
 
+def runtime_digest(*, interpreter: str, payload: str | None, arch: str, archive: str) -> str:
+    """Name a runtime by what it is made of: sha256 (hex) over the files' sha256, the architecture and our code."""
+    parts = ("boxstrap-runtime-1", interpreter, payload or "-", arch, archive)
+    return hashlib.sha256("".join(f"{part}\n" for part in parts).encode("ascii")).hexdigest()
+
+
 def request_digest(request: Request) -> str:
     """Return the sha256 (hex) of the request's canonical JSON: sorted keys, compact, ASCII."""
     canonical = json.dumps(asdict(request), sort_keys=True, separators=(",", ":"), allow_nan=False)
