@@ -1,0 +1,832 @@
+#!/bin/sh
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+# boxstrap.pyz: the head of the archive; what needs no Python, in POSIX sh (dash, bash, BusyBox ash).
+#
+# It looks at the box, brings an interpreter up, and hands over to Python. It downloads nothing, and it never uses the
+# box's own Python. Every variable is called bx_…: a plain name may be exported in the task's environment, and a shell
+# that assigns to it would change what the agent sees.
+# shellcheck disable=SC2016  # code for Python, bash and eval stands in single quotes on purpose
+# shellcheck disable=SC2317  # verbs are called by their names, which shellcheck does not follow
+
+main() {
+    set -u
+    bx_nl='
+'
+    bx_tab=$(printf '\t')
+    bx_json=
+    for bx_value do
+        case $bx_value in --json) bx_json=1 ;; esac
+    done
+    is_archive "$0" || err "\$0 is '$0', which is not the archive: save it as a file and run: sh /path/to/boxstrap.pyz"
+    case $0 in /*) bx_archive=$0 ;; *) bx_archive=$PWD/$0 ;; esac
+    bx_verb=${1-help}
+    [ $# -eq 0 ] || shift
+    for bx_value do
+        case $bx_value in --help | -h) help "$bx_verb" && exit 0 ;; esac
+    done
+    case $bx_verb in
+        check | install | clean) LC_ALL=C && export LC_ALL && parse "$@" && "$bx_verb" ;;
+        run | tail | status | stop | shell | env) to_runner "$@" ;;
+        help | --help | -h) help "${1-}" ;;
+        *) usage "there is no verb '$bx_verb': check install clean run tail status stop shell env" ;;
+    esac
+}
+
+# ---- words ----
+
+say() { [ -n "$bx_json" ] || printf '%s\n' "$*"; }
+warn() { printf 'boxstrap: %s\n' "$*" >&2; }
+err() { fail bug "$1" "" 70; }
+usage() { fail usage "$1" "See: sh boxstrap.pyz $bx_verb --help" 64; }
+check_cmd() { command -v "$1" >/dev/null 2>&1; }
+ignore() { "$@" 2>/dev/null || :; }
+
+# Where BOXSTRAP_FAULT names this step, the process dies here as if by SIGKILL: the fault sweep of the tests.
+step() { [ "${BOXSTRAP_FAULT-}" != "$1" ] || kill -9 $$; }
+
+# mark PHASE: PHASE ends now. Hundredths of seconds since boot, from a builtin.
+mark() {
+    bx_now=0
+    { read -r bx_now bx_rest </proc/uptime; } 2>/dev/null
+    bx_marks=${bx_marks-}${bx_marks:+,}$1:$bx_now
+}
+
+# fail CODE MESSAGE REMEDY STATUS: one clear no, and the box as it was.
+fail() {
+    if [ -n "$bx_json" ]; then
+        quote "$1" && bx_text="{\"code\":$bx_quoted"
+        quote "$2" && bx_text="$bx_text,\"message\":$bx_quoted"
+        quote "$3" && bx_text="$bx_text,\"remedy\":$bx_quoted}"
+        printf '{"v":1,"ok":false,"failure":%s}\n' "$bx_text"
+    else
+        warn "$1: $2${3:+ $3}"
+    fi
+    undo
+    exit "$4"
+}
+
+# quote TEXT: bx_quoted becomes a JSON string. Line ends and tabs become spaces, other control characters vanish, and
+# a byte outside ASCII becomes a question mark, so that what is printed is valid JSON whatever the box holds.
+quote() {
+    bx_quoted='' bx_rest=$1
+    bx_odd='[!] !#-[^-~]'
+    while [ -n "$bx_rest" ]; do
+        # shellcheck disable=SC2295  # the pattern is meant
+        bx_plain=${bx_rest%%$bx_odd*}
+        bx_quoted=$bx_quoted$bx_plain
+        bx_rest=${bx_rest#"$bx_plain"}
+        case $bx_rest in
+            '') ;;
+            \"*) bx_quoted=$bx_quoted\\\" ;;
+            \\*) bx_quoted=$bx_quoted\\\\ ;;
+            "$bx_nl"* | "$bx_tab"*) bx_quoted="$bx_quoted " ;;
+            [[:cntrl:]]*) ;;
+            *) bx_quoted="$bx_quoted?" ;;
+        esac
+        bx_rest=${bx_rest#?}
+    done
+    bx_quoted="\"$bx_quoted\""
+}
+
+# first_line TEXT: bx_line becomes the first line of TEXT that says something.
+first_line() {
+    bx_line=${1#"$bx_nl"}
+    bx_line=${bx_line%%"$bx_nl"*}
+}
+
+help() {
+    bx_where='--agent NAME --runtime-root DIR --session-root DIR'
+    bx_wants='--workdir DIR --glibc-floor X.Y --need-mib N --url URL… --loopback-ok'
+    case $1 in
+        check) set -- 'look at the box and say what is wrong; changes nothing' "[--json] $bx_where $bx_wants" ;;
+        install) set -- 'publish a runtime under the runtime root, once' "[--json] $bx_where $bx_wants
+        --digest SHA256 --interpreter FILE.tar.gz --interpreter-sha256 H [--payload FILE.tar.gz --payload-sha256 H]
+        [--smoke MODULE]… [--lock-wait SECONDS] [--verify]" ;;
+        clean) set -- 'remove runtimes, stages, locks and ended sessions' "[--json] $bx_where" ;;
+        run) set -- 'start the agent of a session folder' '--session DIR [--wait | --hold | --detach] [--json]' ;;
+        tail) set -- 'print evidence from a byte offset on' '--session DIR [--from N] [--wait SECONDS] [--json]' ;;
+        status) set -- 'say where a session stands' '--session DIR [--json]' ;;
+        stop) set -- 'stop a session and print its receipt' '--session DIR [--wait SECONDS] [--remove] [--json]' ;;
+        shell) set -- "open a shell in the agent's exact environment" '--session DIR' ;;
+        env) set -- "print the agent's exact environment" '--session DIR [--json]' ;;
+        *)
+            printf '%s\n' 'usage: sh boxstrap.pyz VERB [OPTION]…' '' \
+                'before the agent:  check install clean' 'with a session:    run tail status stop shell env' '' \
+                'sh boxstrap.pyz VERB --help tells the options of a verb.' \
+                'Exit status: 0 done, 64 usage, 69 the box says no, 70 our bug, 73 install failed, 75 try again.'
+            return 0
+            ;;
+    esac
+    printf 'usage: sh boxstrap.pyz %s %s\n\n%s\n' "$bx_verb" "$2" "$1"
+}
+
+# ---- options ----
+
+parse() {
+    bx_agent='' bx_root='' bx_sessions='' bx_workdir='' bx_floor='' bx_need_mib='' bx_urls='' bx_loopback_ok='' bx_verify=
+    bx_digest='' bx_interpreter='' bx_interpreter_sum='' bx_payload='' bx_payload_sum='' bx_smoke='' bx_lock_wait=120
+    while [ $# -gt 0 ]; do
+        bx_flag=$1
+        shift
+        case $bx_flag in
+            --json) continue ;;
+            --*=*)
+                set -- "${bx_flag#*=}" "$@"
+                bx_flag=${bx_flag%%=*}
+                ;;
+        esac
+        case $bx_verb:$bx_flag in
+            check:--loopback-ok | install:--loopback-ok) bx_loopback_ok=1 && continue ;;
+            install:--verify) bx_verify=--verify && continue ;;
+            *:--agent | *:--runtime-root | *:--session-root) ;;
+            check:--workdir | check:--glibc-floor | check:--need-mib | check:--url) ;;
+            install:--workdir | install:--glibc-floor | install:--need-mib | install:--url) ;;
+            install:--digest | install:--interpreter | install:--interpreter-sha256) ;;
+            install:--payload | install:--payload-sha256 | install:--smoke | install:--lock-wait) ;;
+            *) usage "$bx_verb does not know '$bx_flag'" ;;
+        esac
+        [ $# -gt 0 ] && [ -n "$1" ] || usage "$bx_flag needs a value"
+        bx_value=$1
+        shift
+        case $bx_flag:$bx_value in
+            --agent:*[!a-z0-9-]*) usage "--agent is '$bx_value': needed are small letters, digits and '-'" ;;
+            --*-sha256:*[!0-9a-f]* | --digest:*[!0-9a-f]*) usage "$bx_flag is '$bx_value', which is not lower-case hex" ;;
+            --need-mib:*[!0-9]* | --lock-wait:*[!0-9]*) usage "$bx_flag is '$bx_value', which is not a whole number" ;;
+            --glibc-floor:[0-9]*.[0-9]*) ;;
+            --glibc-floor:*) usage "--glibc-floor is '$bx_value', which is not like 2.35" ;;
+            --smoke:*[!A-Za-z0-9_./-]*) usage "--smoke is '$bx_value', which is no module and no path in the payload" ;;
+            --url:*[[:space:][:cntrl:]]*) usage "--url is '$bx_value', which holds white space" ;;
+            --url:http://?* | --url:https://?*) ;;
+            --url:*) usage "--url is '$bx_value', which is not http:// or https://" ;;
+            --runtime-root:*"$bx_nl"* | --session-root:*"$bx_nl"*) usage "$bx_flag holds a line end" ;;
+            --runtime-root:/* | --session-root:/*) ;;
+            --runtime-root:* | --session-root:*) usage "$bx_flag is '$bx_value', which is not absolute" ;;
+        esac
+        case $bx_flag in
+            --agent) bx_agent=$bx_value ;;
+            --runtime-root) bx_root=${bx_value%/} ;;
+            --session-root) bx_sessions=${bx_value%/} ;;
+            --workdir) bx_workdir=$bx_value ;;
+            --glibc-floor) bx_floor=$bx_value ;;
+            --need-mib) bx_need_mib=$bx_value ;;
+            --url) bx_urls="$bx_urls $bx_value" ;;
+            --digest) bx_digest=$bx_value ;;
+            --interpreter) bx_interpreter=$bx_value ;;
+            --interpreter-sha256) bx_interpreter_sum=$bx_value ;;
+            --payload) bx_payload=$bx_value ;;
+            --payload-sha256) bx_payload_sum=$bx_value ;;
+            --smoke) bx_smoke="$bx_smoke $bx_value" ;;
+            --lock-wait) bx_lock_wait=$bx_value ;;
+        esac
+    done
+    bx_root=${bx_root:-/opt/nemo-gym-${bx_agent:-command}}
+    bx_sessions=${bx_sessions:-/tmp/nemo-gym-${bx_agent:-command}}
+}
+
+# ---- facts ----
+
+is_archive() {
+    [ -f "$1" ] && {
+        read -r bx_line && read -r bx_line && read -r bx_line && read -r bx_line
+    } <"$1" && case $bx_line in '# boxstrap.pyz:'*) ;; *) return 1 ;; esac
+}
+
+# is_published FOLDER: a runtime is there that can run. Whether it is whole is for the manifest to say.
+is_published() { [ -x "$1/python/bin/python3" ] && [ -f "$1/manifest.json" ] && [ -d "$1/app/boxstrap" ]; }
+
+# find_runtime GLOB…: bx_runtime becomes a published runtime's folder: the one around this archive, else one that holds
+# this very archive, else any.
+find_runtime() {
+    bx_runtime=
+    is_published "${bx_archive%/*}" && bx_runtime=${bx_archive%/*} && return 0
+    for bx_dir do
+        is_published "$bx_dir" || continue
+        bx_runtime=$bx_dir
+        ! cmp -s "$bx_archive" "$bx_dir/boxstrap.pyz" 2>/dev/null || return 0
+    done
+    [ -n "$bx_runtime" ]
+}
+
+# find_loader PROGRAM: bx_loader becomes the program's PT_INTERP, or nothing when it is static. By builtins: `read`
+# drops the NUL bytes, the string stands behind the program headers, and the other 2,000 bytes there hold no paths.
+find_loader() {
+    bx_loader='' bx_seen=0
+    [ -r "$1" ] || return 0
+    while [ "$bx_seen" -lt 2000 ] && { IFS= read -r bx_line || [ -n "$bx_line" ]; }; do
+        bx_plain=${bx_line%%/ld*.so*}
+        if [ "$bx_plain" != "$bx_line" ] && [ $((bx_seen + ${#bx_plain})) -lt 2000 ]; then
+            bx_rest=${bx_line#"$bx_plain"}
+            case $bx_rest in
+                /ld-musl-x86_64.so.1*) bx_loader=ld-musl-x86_64.so.1 ;;
+                /ld-musl-*) bx_loader=${bx_rest%%.so*} && bx_loader=${bx_loader#/}.so.1 ;;
+                /ld-linux-x86-64.so.2*) bx_loader=ld-linux-x86-64.so.2 ;;
+                /ld-linux-aarch64.so.1*) bx_loader=ld-linux-aarch64.so.1 ;;
+                *) bx_loader=${bx_rest%%.so*} && bx_loader=${bx_loader#/}.so ;;
+            esac
+            return 0
+        fi
+        bx_seen=$((bx_seen + ${#bx_line} + 1))
+    done <"$1"
+}
+
+find_facts() {
+    bx_os='' bx_arch='' bx_uid=
+    { read -r bx_os </proc/sys/kernel/ostype; } 2>/dev/null || bx_os=$(uname -s 2>/dev/null)
+    bx_arch=$(uname -m 2>/dev/null) || { read -r bx_arch </proc/sys/kernel/arch; } 2>/dev/null
+    case $bx_arch in amd64) bx_arch=x86_64 ;; arm64) bx_arch=aarch64 ;; esac
+    bx_uid=$(id -u 2>/dev/null) || while read -r bx_line bx_rest; do
+        case $bx_line in Uid:) bx_uid=${bx_rest%%[!0-9]*} ;; esac
+    done </proc/self/status
+    case $bx_arch in
+        x86_64) bx_canonical=/lib64/ld-linux-x86-64.so.2 ;;
+        aarch64) bx_canonical=/lib/ld-linux-aarch64.so.1 ;;
+        *) bx_canonical=/lib/ld.so ;;
+    esac
+    find_loader /bin/sh
+    [ -e /bin/sh ] || find_loader "/proc/$$/exe"
+    bx_libc_version=
+    case $bx_loader in
+        ld-musl-*) bx_libc=musl ;;
+        ld-linux*) bx_libc=glibc ;;
+        '') if [ -e "$bx_canonical" ]; then bx_libc=glibc; else bx_libc=none; fi ;;
+        *) bx_libc=other ;;
+    esac
+    [ "$bx_libc" != glibc ] || find_libc_version
+}
+
+# Words only: what decides is whether the pushed interpreter runs.
+find_libc_version() {
+    bx_line=$(getconf GNU_LIBC_VERSION 2>/dev/null) || bx_line=
+    bx_libc_version=${bx_line#glibc }
+    if [ -z "$bx_libc_version" ] && bx_line=$(ldd --version 2>/dev/null); then
+        first_line "$bx_line" && bx_libc_version=${bx_line##* }
+    fi
+    if [ -z "$bx_libc_version" ]; then
+        for bx_line in /lib/*/libc-2.*.so /lib/libc-2.*.so /lib64/libc-2.*.so; do
+            [ ! -e "$bx_line" ] || { bx_libc_version=${bx_line##*libc-} && bx_libc_version=${bx_libc_version%.so}; }
+        done
+    fi
+    case $bx_libc_version in [0-9]*.[0-9]*) ;; *) bx_libc_version= ;; esac
+}
+
+# older A B: version A is lower than B.
+older() {
+    bx_left=${1#*.} bx_right=${2#*.}
+    bx_left=${bx_left%%[!0-9]*} bx_right=${bx_right%%[!0-9]*}
+    [ "${1%%.*}" -lt "${2%%.*}" ] || { [ "${1%%.*}" -eq "${2%%.*}" ] && [ "$bx_left" -lt "$bx_right" ]; }
+}
+
+# ---- checks ----
+
+# add CODE STATUS FOUND NEEDED REMEDY: one check joins the report.
+add() {
+    [ "$2" != fail ] || bx_refused=true
+    quote "$1" && bx_item="{\"code\":$bx_quoted"
+    quote "$2" && bx_item="$bx_item,\"status\":$bx_quoted"
+    quote "$3" && bx_item="$bx_item,\"found\":$bx_quoted"
+    quote "$4" && bx_item="$bx_item,\"needed\":$bx_quoted"
+    quote "$5" && bx_item="$bx_item,\"remedy\":$bx_quoted}"
+    bx_checks=$bx_checks${bx_checks:+,}$bx_item
+    [ -z "$bx_json" ] || return 0
+    bx_table=$bx_table$(printf '%-5s %-17s %s' "$2" "$1" "$3")$bx_nl
+    case $2 in fail | warn) bx_table="$bx_table      needed: $4$bx_nl      $5$bx_nl" ;; esac
+}
+
+# examine WAY: all checks, then the judgement in bx_refused. WAY is payload, or published: then the runtime is there, and
+# what only an installation needs is a warning.
+examine() {
+    bx_way=$1 bx_refused=false bx_checks='' bx_table='' bx_deferred=
+    bx_enough="a Linux box with glibc, such as debian or ubuntu"
+    find_facts
+    if [ "$bx_os" = Linux ]; then add unsupported-os ok "$bx_os" Linux ""; else
+        add unsupported-os fail "$bx_os" Linux "Use $bx_enough."
+    fi
+    case $bx_arch in
+        x86_64 | aarch64) add unsupported-arch ok "$bx_arch" "x86_64 or aarch64" "" ;;
+        *) add unsupported-arch fail "$bx_arch" "x86_64 or aarch64" "Use a box of one of these architectures." ;;
+    esac
+    check_libc
+    bx_may_write=1
+    [ "$bx_refused" = false ] || bx_may_write=
+    check_tools
+    bx_lock_found='' bx_mv_found=
+    if [ "$bx_way" = published ]; then
+        add not-writable skip "$bx_final is published" "a runtime root that can be written" ""
+    else
+        probe_root --runtime-root "$bx_root" && check_lock_and_space
+    fi
+    probe_root --session-root "$bx_sessions" || :
+    if [ -z "$bx_workdir" ]; then add workdir-missing skip "no --workdir was given" "an existing folder" ""
+    elif [ -d "$bx_workdir" ] && [ -x "$bx_workdir" ]; then add workdir-missing ok "$bx_workdir" "an existing folder" ""; else
+        add workdir-missing fail "$bx_workdir is no folder that uid $bx_uid can enter" "an existing folder" \
+            "Name the folder that the task lives in, as it is called inside the box."
+    fi
+    check_urls
+    check_python
+}
+
+check_libc() {
+    bx_found="$bx_libc${bx_libc_version:+ $bx_libc_version}"
+    if [ "$bx_libc" = glibc ] && [ -e "$bx_canonical" ]; then
+        add unsupported-libc ok "$bx_found, $bx_canonical" "glibc with its loader" ""
+    else
+        case $bx_libc in
+            none) bx_found="a static /bin/sh and no $bx_canonical" ;;
+            glibc) bx_found="glibc, but no $bx_canonical" ;;
+            *) bx_found="$bx_libc: /bin/sh asks for $bx_loader" ;;
+        esac
+        add unsupported-libc fail "$bx_found" "glibc with its loader $bx_canonical" \
+            "Use $bx_enough; the interpreter and the agent's packages are built against glibc. Nothing was written."
+        return 0
+    fi
+    if [ -z "$bx_floor" ]; then add libc-too-old skip "$bx_found" "no --glibc-floor was given" ""
+    elif [ -z "$bx_libc_version" ]; then
+        add libc-too-old warn "a glibc that does not tell its version" "glibc $bx_floor" \
+            "Nothing to do yet: install runs the interpreter and decides."
+    elif older "$bx_libc_version" "$bx_floor"; then
+        add libc-too-old warn "glibc $bx_libc_version" "glibc $bx_floor" \
+            "Use a newer image, or an interpreter built against glibc $bx_libc_version or older; install runs it and decides."
+    else add libc-too-old ok "glibc $bx_libc_version" "glibc $bx_floor" ""; fi
+}
+
+# A tool that is missing refuses the box where this way needs it, and is a warning where it does not.
+check_tools() {
+    bx_hard='tar gzip sha256sum flock mkdir rm chmod'
+    [ "$bx_way" != published ] || bx_hard=
+    for bx_tool in bash tar gzip sha256sum flock tee mv mkdir rm chmod; do
+        case $bx_tool in
+            bash) bx_status=fail && bx_why="the agent's shell" ;;
+            tee | mv) bx_status=warn && bx_why="task scripts" ;;
+            *) bx_status=fail && bx_why="installing a runtime" ;;
+        esac
+        case " $bx_hard bash tee mv " in *" $bx_tool "*) ;; *) bx_status=warn ;; esac
+        if ! check_cmd "$bx_tool"; then
+            add missing-tool "$bx_status" "no $bx_tool" "$bx_tool, for $bx_why" "Add $bx_tool to the image."
+            [ "$bx_status" = warn ] || case $bx_tool in mkdir | rm | chmod) bx_may_write= ;; esac
+        elif ! bx_text=$(try_tool "$bx_tool" 2>&1); then
+            first_line "$bx_text"
+            add missing-tool "$bx_status" "a $bx_tool that does not work${bx_line:+: $bx_line}" "$bx_tool, for $bx_why" \
+                "Put a working $bx_tool into the image."
+        else
+            case $bx_tool in mkdir | rm | chmod) ;; *) add missing-tool ok "$bx_tool" "$bx_tool, for $bx_why" "" ;; esac
+        fi
+    done
+}
+
+# What can be tried without touching the box; flock and mv are tried in a probe folder.
+try_tool() {
+    case $1 in
+        bash) bash -c : ;;
+        sha256sum) case $(sha256sum </dev/null) in e3b0c44298fc1c149afbf4c8996fb924*) ;; *) return 1 ;; esac ;;
+    esac
+}
+
+# nearest PATH: bx_nearest becomes the nearest thing on the way up that exists.
+nearest() {
+    bx_nearest=$1
+    while [ ! -e "$bx_nearest" ] && [ ! -L "$bx_nearest" ]; do
+        bx_nearest=${bx_nearest%/*}
+        bx_nearest=${bx_nearest:-/}
+    done
+}
+
+# probe_root OPTION FOLDER: write and execute a file in the nearest folder that exists, then leave it as it was, its
+# time of change included. A shell reads a script from a noexec mount happily, so the kernel has to start this one.
+probe_root() {
+    bx_advice="Name another folder with $1, on a file system that uid $bx_uid may write and execute from."
+    nearest "$2"
+    if [ ! -d "$bx_nearest" ]; then
+        add not-writable fail "$bx_nearest is no folder" "a folder to make $2 in" "$bx_advice" && return 1
+    fi
+    if [ -z "$bx_may_write" ]; then
+        if [ -w "$bx_nearest" ]; then
+            add not-writable skip "$bx_nearest was not tried: the box is refused already" "$2 can be written" ""
+        else add not-writable fail "$bx_nearest is not writable for uid $bx_uid" "$2 can be written" "$bx_advice"; fi
+        return 1
+    fi
+    mark probe
+    bx_probe=${bx_nearest%/}/.boxstrap-probe-$$-$bx_now
+    bx_stamp=$(stat -c %y "$bx_nearest" 2>/dev/null)
+    if ! bx_text=$({ mkdir "$bx_probe" && printf '#!/bin/sh\nexit 0\n' >"$bx_probe/run" && chmod 700 "$bx_probe/run"; } 2>&1); then
+        first_line "$bx_text"
+        unprobe
+        add not-writable fail "$bx_nearest: ${bx_line##*: } (uid $bx_uid)" "$2 can be written" "$bx_advice"
+        return 1
+    fi
+    add not-writable ok "$bx_nearest" "$2 can be written" ""
+    bx_text=$("$bx_probe/run" 2>&1)
+    case $? in
+        0) add noexec ok "$bx_nearest" "programs run in $2" "" ;;
+        *)
+            first_line "$bx_text"
+            add noexec fail "$bx_nearest: a program there does not start (${bx_line##*: })" "programs run in $2" \
+                "The mount may be noexec: remount it with exec, or name another folder with $1."
+            ;;
+    esac
+    if [ "$1" = --runtime-root ]; then
+        bx_lock_found=$({ within 5 flock -n 9; } 9>"$bx_probe/lock" 2>&1) && bx_lock_found=ok
+        mkdir "$bx_probe/a" && ignore mv -T "$bx_probe/a" "$bx_probe/b"
+        [ ! -d "$bx_probe/b" ] || bx_mv_found=ok
+    fi
+    unprobe
+}
+
+unprobe() {
+    rm -rf "$bx_probe"
+    [ -z "$bx_stamp" ] || ignore touch -d "$bx_stamp" "$bx_nearest"
+}
+
+# within SECONDS COMMAND…: with a bound, where the box has `timeout`.
+within() {
+    if check_cmd timeout; then timeout "$@"; else shift && "$@"; fi
+}
+
+check_lock_and_space() {
+    if ! check_cmd flock; then :
+    elif [ "$bx_lock_found" = ok ]; then add lock-unsupported ok "flock in $bx_nearest" "a lock within 5 seconds" ""; else
+        first_line "$bx_lock_found"
+        add lock-unsupported fail "flock in $bx_nearest: ${bx_line:-no lock within 5 seconds}" "a lock within 5 seconds" \
+            "Name a folder on a local file system with --runtime-root."
+    fi
+    [ -n "$bx_mv_found" ] || ! check_cmd mv || add missing-tool warn "a mv without -T" "mv -T, for task scripts" "Use GNU mv."
+    bx_free=$(df -Pk "$bx_nearest" 2>/dev/null | { read -r bx_line && read -r bx_line bx_line bx_line bx_free bx_rest && printf %s "$bx_free"; })
+    case $bx_free in
+        '' | *[!0-9]*) add no-space skip "df does not say" "${bx_need_mib:-0} MiB in $bx_nearest" "" && return 0 ;;
+    esac
+    bx_free=$((bx_free / 1024))
+    if [ -z "$bx_need_mib" ]; then add no-space skip "$bx_free MiB in $bx_nearest" "no --need-mib was given" ""
+    elif [ "$bx_free" -ge "$bx_need_mib" ]; then add no-space ok "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" ""; else
+        add no-space fail "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" "Free some space, or name another disk with --runtime-root."
+    fi
+}
+
+# split_url URL: bx_host and bx_port become what a socket needs.
+split_url() {
+    bx_host=${1#*://}
+    bx_host=${bx_host%%[/?#]*}
+    bx_host=${bx_host##*@}
+    case $1 in https:*) bx_port=443 ;; *) bx_port=80 ;; esac
+    case $bx_host in
+        \[*\]:*) bx_port=${bx_host##*\]:} && bx_host=${bx_host%\]:*} && bx_host=${bx_host#\[} ;;
+        \[*\]) bx_host=${bx_host#\[} && bx_host=${bx_host%\]} ;;
+        *:*) bx_port=${bx_host##*:} && bx_host=${bx_host%:*} ;;
+    esac
+    case $bx_host: in :*) return 1 ;; esac
+    case $bx_port in '' | *[!0-9]* | ??????*) return 1 ;; esac
+}
+
+is_loopback() {
+    case $1 in
+        127.* | 0.0.0.0 | 0 | ::1 | :: | 0:0:0:0:0:0:0:1 | ::ffff:127.*) ;;
+        [Ll][Oo][Cc][Aa][Ll][Hh][Oo][Ss][Tt] | *.[Ll][Oo][Cc][Aa][Ll][Hh][Oo][Ss][Tt]) ;;
+        *) return 1 ;;
+    esac
+}
+
+# By name first; then a connection with a bound of 5 seconds, by bash where it is there, else later by Python.
+check_urls() {
+    set -f
+    for bx_url in $bx_urls; do
+        split_url "$bx_url" || usage "--url is '$bx_url', which has no host or no port"
+        if is_loopback "$bx_host"; then
+            if [ -z "$bx_loopback_ok" ]; then
+                add url-loopback fail "$bx_url" "a host that means the same inside the sandbox" \
+                    "Inside the box $bx_host is the box itself: give an address that it can reach, or say --loopback-ok where the box shares the host's network."
+                continue
+            fi
+            add url-loopback ok "$bx_url is loopback, which was allowed" "a host that means the same inside the sandbox" ""
+        fi
+        if check_cmd bash && check_cmd timeout; then
+            bx_text=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$bx_host" "$bx_port" 2>&1)
+            bx_status=$?
+        else bx_status=0 bx_text='/dev/tcp: No such file'; fi
+        case $bx_status:$bx_text in
+            0:) add url-unreachable ok "$bx_host port $bx_port answers" "$bx_url can be reached" "" && continue ;;
+            *'/dev/tcp'*'No such file'*)
+                bx_deferred="$bx_deferred $bx_url"
+                add url-unreachable skip "not tried without Python" "$bx_url can be reached" "" && continue
+                ;;
+            124:* | 143:*) bx_line='no answer within 5 seconds' ;;
+            *) first_line "$bx_text" && bx_line=${bx_line##*: } ;;
+        esac
+        bx_status=fail
+        [ -z "${http_proxy-}${https_proxy-}${HTTP_PROXY-}${HTTPS_PROXY-}" ] || bx_status=warn
+        add url-unreachable "$bx_status" "$bx_host port $bx_port: $bx_line" "$bx_url can be reached" \
+            "Check the address, and that the sandbox has a network that leads there; without one, let the controller relay."
+    done
+    set +f
+}
+
+check_python() {
+    if [ "$bx_way" = published ]; then add no-python ok "$bx_final/python/bin/python3" "an interpreter that we supply" ""
+    elif [ -n "$bx_interpreter" ] && [ -r "$bx_interpreter" ]; then
+        add no-python ok "$bx_interpreter" "an interpreter that we supply" ""
+    elif [ "$bx_verb" = install ]; then
+        add no-python fail "${bx_interpreter:-no --interpreter}" "an interpreter that we supply" \
+            "Push a packed interpreter and name it with --interpreter and --interpreter-sha256."
+    elif find_runtime "$bx_root"/*; then
+        add no-python ok "$bx_runtime/python/bin/python3" "an interpreter that we supply" ""
+    else add no-python skip "nothing is published in $bx_root" "an interpreter that we supply; install brings it" ""; fi
+}
+
+# bx_report becomes the Report (wire.Report) as JSON.
+write_report() {
+    bx_facts=
+    set -- os "$bx_os" arch "$bx_arch" libc "$bx_libc" libc_version "$bx_libc_version" loader "$bx_loader" uid "$bx_uid" \
+        runtime_root "$bx_root" session_root "$bx_sessions" workdir "$bx_workdir"
+    while [ $# -gt 0 ]; do
+        quote "$2" && bx_facts="$bx_facts${bx_facts:+,}\"$1\":$bx_quoted"
+        shift 2
+    done
+    bx_report="{\"v\":1,\"refused\":$bx_refused,\"facts\":{$bx_facts},\"checks\":[$bx_checks]}"
+}
+
+# The report is the answer, and the exit status says which.
+answer_report() {
+    write_report
+    if [ "$bx_refused" = true ]; then bx_ok=false bx_status=69; else bx_ok=true bx_status=0; fi
+    if [ -n "$bx_json" ]; then printf '{"v":1,"ok":%s,"report":%s}\n' "$bx_ok" "$bx_report"; else
+        printf '%s' "$bx_table"
+        if [ "$bx_refused" = true ]; then warn "this box is refused"; else say "this box will do"; fi
+    fi
+    undo
+    exit "$bx_status"
+}
+
+# ---- verbs ----
+
+check() {
+    find_runtime "$bx_root"/* || :
+    examine payload
+    [ -n "$bx_deferred" ] && [ -n "$bx_runtime" ] || answer_report
+    write_report
+    add_each --url "$bx_deferred"
+    # shellcheck disable=SC2086  # bx_each is a list of checked words
+    become_python bootstrap "$bx_runtime/python/bin/python3" "$bx_runtime/app" check ${bx_json:+--json} --report "$bx_report" $bx_each
+}
+
+# add_each OPTION LIST: bx_each becomes the list with the option before each word.
+add_each() {
+    bx_each=
+    set -f
+    for bx_value in $2; do bx_each="$bx_each $1 $bx_value"; done
+}
+
+clean() {
+    if ! find_runtime "$bx_root"/*; then
+        [ -e "$bx_root" ] || [ -e "$bx_sessions" ] || {
+            if [ -n "$bx_json" ]; then say ''; printf '{"v":1,"ok":true,"data":{"removed":[]}}\n'; else say 'nothing to remove'; fi
+            exit 0
+        }
+        fail runtime-missing "found no runtime under $bx_root, needed is one to look after its sessions" \
+            "Name the folder with --runtime-root, or remove $bx_root and $bx_sessions by hand." 69
+    fi
+    become_python bootstrap "$bx_runtime/python/bin/python3" "$bx_runtime/app" clean ${bx_json:+--json} \
+        --runtime-root "$bx_root" --session-root "$bx_sessions"
+}
+
+# The verbs of a session are the runner's; only what says where its runtime is stays here.
+to_runner() {
+    bx_root='' bx_agent='' bx_count=$#
+    while [ "$bx_count" -gt 0 ]; do
+        case $1 in
+            --runtime-root | --agent)
+                [ "$bx_count" -gt 1 ] || usage "$1 needs a value"
+                case $1 in --agent) bx_agent=$2 ;; *) bx_root=${2%/} ;; esac
+                shift 2
+                bx_count=$((bx_count - 2))
+                ;;
+            *)
+                set -- "$@" "$1"
+                shift
+                bx_count=$((bx_count - 1))
+                ;;
+        esac
+    done
+    if [ -n "$bx_root" ]; then find_runtime "$bx_root"/*
+    elif [ -n "$bx_agent" ]; then find_runtime "/opt/nemo-gym-$bx_agent"/*
+    else find_runtime /opt/nemo-gym-*/*; fi || fail runtime-missing "found no runtime${bx_root:+ under $bx_root}, needed is one to run '$bx_verb' with" \
+        "Install one first, or name its folder with --runtime-root." 69
+    become_python runner "$bx_runtime/python/bin/python3" "$bx_runtime/app" "$bx_verb" "$@"
+}
+
+# LD_* variables are the task's: our interpreter must not see them, the agent's children must. They travel under
+# another name, and runner/environment.py gives them back.
+scrub() {
+    eval "$(export -p | while read -r bx_line; do
+        case $bx_line in
+            'export LD_'* | 'declare -x LD_'*) bx_name=LD_${bx_line#*LD_} && bx_name=${bx_name%%=*} ;;
+            *) continue ;;
+        esac
+        case $bx_name in *[!A-Za-z0-9_]*) continue ;; esac
+        printf '[ -z "${%s+x}" ] || { export BOXSTRAP_TASK_%s="$%s"; unset %s; };' "$bx_name" "$bx_name" "$bx_name" "$bx_name"
+    done)"
+}
+
+# become_python PACKAGE PYTHON PATH ARGUMENT…: run a package's main with PATH in front of sys.path, in UTF-8 mode,
+# deaf to PYTHON* (-I), which stays in the environment for the agent's shells.
+become_python() {
+    bx_code="import sys; sys.path.insert(0, sys.argv.pop(1)); from boxstrap.$1.__main__ import main; sys.exit(main())"
+    bx_python=$2
+    shift 2
+    scrub
+    exec "$bx_python" -I -X utf8 -c "$bx_code" "$@"
+}
+
+# ---- install ----
+
+install() {
+    [ -n "$bx_agent" ] || usage "install needs --agent"
+    [ ${#bx_digest} -eq 64 ] || usage "install needs --digest with 64 hex characters"
+    umask 022
+    bx_short=${bx_digest%"${bx_digest#????????????????}"}
+    bx_final=$bx_root/$bx_short
+    mark start
+    if is_published "$bx_final"; then
+        examine published
+        [ "$bx_refused" = false ] || answer_report
+        write_report
+        mark check
+        reuse
+    fi
+    examine payload
+    [ "$bx_refused" = false ] || answer_report
+    write_report
+    mark check
+    trap 'undo; exit 75' HUP INT TERM
+    take_lock
+    mark lock
+    ! is_published "$bx_final" || reuse
+    publish
+}
+
+# reuse: ends here with status 0 when the published runtime is whole, or 69 when a URL is not reached; else returns.
+reuse() {
+    add_each --url "$bx_deferred"
+    # shellcheck disable=SC2086  # both are lists of checked words
+    (become_python bootstrap "$bx_final/python/bin/python3" "$bx_final/app" install --reuse ${bx_json:+--json} $bx_verify \
+        --root "$bx_root" --digest "$bx_digest" --report "$bx_report" --marks "$bx_marks" $bx_each 2>/dev/null)
+    bx_status=$?
+    set +f
+    case $bx_status in 0 | 69) undo && exit "$bx_status" ;; esac
+}
+
+# take_lock: fd 9 holds the kernel's lock on .lock-<digest>, which dies with its last holder.
+#
+# Who is refused removes the lock file again, to leave the box as it was. The race: A holds the lock, B waits for it, A
+# is refused and unlinks, C makes a new file and locks that. B now holds a lock on nothing. So who gets a lock looks
+# whether the name still means it, and starts over when not.
+take_lock() {
+    step lock
+    bx_lock=$bx_root/.lock-$bx_short bx_tries=0
+    nearest "$bx_root" && bx_ground=$bx_nearest
+    bx_stamp=$(stat -c %y "$bx_ground" 2>/dev/null)
+    while :; do
+        bx_tries=$((bx_tries + 1))
+        ignore mkdir -p "$bx_root"
+        [ -e "$bx_lock" ] || bx_lock_made=1
+        if ! bx_text=$( (exec 9<>"$bx_lock") 2>&1); then
+            [ "$bx_tries" -gt 5 ] || continue
+            first_line "$bx_text"
+            fail not-writable "found ${bx_line##*: } at $bx_lock, needed is to write it" \
+                "Name another folder with --runtime-root." 69
+        fi
+        exec 9<>"$bx_lock"
+        if ! lock_within "$bx_lock_wait"; then
+            bx_line=
+            { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
+            bx_lock_made=
+            fail lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free" \
+                "Another installation is running: try again, or wait longer with --lock-wait." 75
+        fi
+        # shellcheck disable=SC3013  # dash, bash and BusyBox all know -ef
+        if [ "/proc/$$/fd/9" -ef "$bx_lock" ] || [ "$bx_tries" -gt 5 ]; then break; fi
+    done
+    printf '%-20s\n' "$$" >&9
+}
+
+# util-linux waits by itself; BusyBox only tries.
+lock_within() {
+    flock -n 9 2>/dev/null && return 0
+    case $(flock --help 2>&1) in
+        *-w*) flock -w "$1" 9 ;;
+        *)
+            bx_waited=0
+            until flock -n 9; do
+                [ "$bx_waited" -lt "$1" ] || return 1
+                bx_waited=$((bx_waited + 1))
+                sleep 1
+            done
+            ;;
+    esac
+}
+
+# sum_of FILE: its sha256.
+sum_of() {
+    bx_line=$(sha256sum <"$1") && printf '%s' "${bx_line%% *}"
+}
+
+publish() {
+    [ -r "$bx_interpreter" ] || fail no-python "found no $bx_interpreter, needed is an interpreter" "Push one." 69
+    # Whoever owned these stages held a lock that is now free: they are dead.
+    for bx_dir in "$bx_root/.stage-$bx_short-"*; do
+        [ ! -e "$bx_dir" ] || ignore rm -rf "$bx_dir"
+    done
+    step stage
+    bx_stage=$bx_root/.stage-$bx_short-$$
+    bx_text=$(mkdir "$bx_stage" "$bx_stage/python" 2>&1) || install_failed "$bx_text"
+    if [ -n "$bx_payload" ]; then
+        sum_of "$bx_payload" >"$bx_stage/payload.sha256" 2>/dev/null 9>&- &
+        bx_summing=$!
+    fi
+    bx_sum=$(sum_of "$bx_interpreter" 2>&1)
+    [ "$bx_sum" = "$bx_interpreter_sum" ] || corrupt "$bx_interpreter" "$bx_sum" "$bx_interpreter_sum"
+    step unpack
+    bx_text=$({ gzip -dc <"$bx_interpreter" | tar -xof - -C "$bx_stage/python"; } 2>&1) || install_failed "$bx_text"
+    step trial
+    bx_python=$bx_stage/python/bin/python3
+    bx_text=$( (scrub && within 60 "$bx_python" -I -c 'import ssl, zlib, ctypes, hashlib, socket') 2>&1) || trial_failed "$bx_text"
+    mark interpreter
+    if [ -n "$bx_payload" ]; then
+        wait "$bx_summing"
+        read -r bx_sum <"$bx_stage/payload.sha256" || :
+        [ "$bx_sum" = "$bx_payload_sum" ] || corrupt "$bx_payload" "$bx_sum" "$bx_payload_sum"
+        rm -f "$bx_stage/payload.sha256"
+    fi
+    step hand-over
+    add_each --url "$bx_deferred" && bx_lists=$bx_each
+    add_each --smoke "$bx_smoke" && bx_lists="$bx_lists $bx_each"
+    # Not by exec: whatever ends this Python, someone is left to put the box back.
+    # shellcheck disable=SC2086  # lists of checked words
+    (become_python bootstrap "$bx_python" "$bx_archive/site-packages" install --pid $$ ${bx_json:+--json} \
+        --root "$bx_root" --digest "$bx_digest" --archive "$bx_archive" --arch "$bx_arch" \
+        --interpreter-sha256 "$bx_interpreter_sum" ${bx_payload:+--payload "$bx_payload"} \
+        ${bx_payload:+--payload-sha256 "$bx_payload_sum"} --report "$bx_report" --marks "$bx_marks" $bx_lists)
+    bx_status=$?
+    set +f
+    if [ "$bx_status" -eq 0 ]; then
+        # After a repair the old tree is here.
+        ignore rm -rf "$bx_stage"
+        exit 0
+    fi
+    undo
+    case $bx_status in
+        69 | 70 | 73 | 75) exit "$bx_status" ;;
+        *) fail smoke-failed "found that the staged interpreter ended with status $bx_status while installing" \
+            "Look at the lines above; when it was killed, give the box more memory." 73 ;;
+    esac
+}
+
+corrupt() {
+    fail upload-corrupt "found sha256 ${2:-none} of $1, needed ${3:-one to compare with}" "Push the file again." 73
+}
+
+install_failed() {
+    first_line "$1"
+    case $1 in
+        *'No space left'* | *'quota exceeded'*)
+            fail no-space "found no space left in $bx_root, needed is room for the runtime" \
+                "Free some space, or name another disk with --runtime-root." 73
+            ;;
+        *) fail upload-corrupt "found that $bx_interpreter does not unpack (${bx_line}), needed is a packed interpreter" "Push it again." 73 ;;
+    esac
+}
+
+# The run has decided; versions only word it.
+trial_failed() {
+    case $1 in
+        *GLIBC_2.*)
+            bx_line=2.0
+            bx_rest=$1
+            while :; do
+                case $bx_rest in *GLIBC_2.*) ;; *) break ;; esac
+                bx_rest=${bx_rest#*GLIBC_}
+                bx_text=${bx_rest%%[!0-9.]*}
+                if older "$bx_line" "$bx_text"; then bx_line=$bx_text; fi
+            done
+            fail libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line} (the interpreter asks for GLIBC_$bx_line and more may follow)" \
+                "Use an image with a newer glibc, or an interpreter that was built against an older one." 69
+            ;;
+        *)
+            first_line "$1"
+            fail smoke-failed "found that the pushed interpreter does not run here: $bx_line" \
+                "Push one that was packed for $bx_arch with glibc${bx_libc_version:+ $bx_libc_version} or older." 73
+            ;;
+    esac
+}
+
+# undo: the box as it was before `install` (what was published stays).
+undo() {
+    [ -z "${bx_stage-}" ] || ignore rm -rf "$bx_stage"
+    [ -n "${bx_ground-}" ] || return 0
+    [ -z "${bx_lock_made-}" ] || ignore rm -f "$bx_lock"
+    bx_dir=$bx_root
+    while [ "$bx_dir" != "$bx_ground" ] && rmdir "$bx_dir" 2>/dev/null; do
+        bx_dir=${bx_dir%/*}
+        bx_dir=${bx_dir:-/}
+    done
+    [ -z "$bx_stamp" ] || ignore touch -d "$bx_stamp" "$bx_ground"
+}
+
+main "$@"; exit $?

@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of an installation: how long each phase took, and the seam where a test may kill the process.
+
+It refuses to swallow a step: a name that BOXSTRAP_FAULT asks for kills this process and the prelude that waits for it,
+as a power cut would, so that nobody is left to tidy up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FAULT = "BOXSTRAP_FAULT"
+"""Environment variable: the name of the step to die at."""
+
+
+def step(name: str) -> None:
+    """Die here, if this is the step that the fault sweep asks for."""
+    if os.environ.get(FAULT) == name:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Clock:
+    """Seconds per phase, the prelude's phases first."""
+
+    def __init__(self, marks: str = "") -> None:
+        """Read the prelude's marks: `phase:uptime` pairs with commas, each saying when its phase ended."""
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+        earlier: float | None = None
+        first: float | None = None
+        for mark in filter(None, marks.split(",")):
+            name, _, text = mark.partition(":")
+            now = float(text)
+            if earlier is not None and name != "probe":
+                self.seconds[name] = round(self.seconds.get(name, 0.0) + now - earlier, 3)
+            if name != "probe":
+                earlier = now
+                first = now if first is None else first
+        if earlier is not None and first is not None:
+            self._began -= earlier - first
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase under its name, which is also its step's."""
+        step(name)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - began, 3)
+
+    def total(self) -> dict[str, float]:
+        """All phases, and what they came to as `total`."""
+        return {**self.seconds, "total": round(time.monotonic() - self._began, 3)}
