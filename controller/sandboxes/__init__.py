@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that make something a Sandbox."""
+"""Adapters that give somebody's container, this machine, or a NeMo Gym sandbox the shape of controller/sandbox.py."""
