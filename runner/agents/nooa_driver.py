@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one request with NOOA's BenchAgent, inside the published interpreter, with the workdir as its current folder.
+
+It enters the agent where nothing is lost (`_solve_task`, not the harness entry that turns every exception into success: false),
+gives it our model client, and reports through the event pipe. NOOA's own reach is cut while it is imported and built: it
+would read configuration from the task's repository, fetch a price list, and send every prompt to whatever answers on port
+5001. The variables that cut it are gone again before the first shell starts. It refuses to end without a result line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from boxstrap.runner.agents.event_writer import EventWriter, clip
+from boxstrap.runner.agents.nooa import DEFAULT_AGENT_CLASS, check
+from boxstrap.runner.environment import SESSION_DIR, restore_task_variables
+from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Kind, Outcome, Request, request_from
+
+TERM_BOUND_S = 1.5
+"""From SIGTERM to the end, also when a cell blocks the event loop."""
+CLOSE_BOUND_S = 1.0
+
+_NOWHERE = "/nonexistent/boxstrap"
+_WHILE_BUILDING = {
+    "NEMO_OO_PROJECT_DIR": _NOWHERE,  # else .nooa/ of the task's repository is read, -I or not
+    "NEMO_OO_USER_DIR": _NOWHERE,
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else litellm fetches a price list, three times over
+    "LITELLM_MODE": "PRODUCTION",  # else litellm loads .env files
+    "OTLP_ENDPOINT": "none:",  # no URL at all: a task's http_proxy would answer for any host
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """How it ended: the outcome word, one sentence, and what came of it."""
+
+    outcome: Outcome
+    detail: str
+    result: Mapping[str, object] | None = None
+
+
+class Run:
+    """One request, from import to result."""
+
+    def __init__(self, request: Request, events: EventWriter) -> None:
+        from boxstrap.runner.agents.nooa_hooks import Recorder  # noqa: PLC0415 (beside its only use)
+
+        self._request = request
+        self._events = events
+        self._recorder = Recorder(events)
+        self._task: asyncio.Task[End] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def solve(self) -> End:
+        """Import, build, solve. Never raises."""
+        try:
+            with _cut_off():
+                with self._phase("import"):
+                    agent_class = self._import()
+                with self._phase("construct"):
+                    agent, endpoint = self._construct(agent_class)
+        except Exception as error:  # noqa: BLE001
+            # Broad on purpose: whatever a payload raises while it is imported is a result, not our crash.
+            return End(Outcome.SETUP_FAILED, f"the agent could not be built: {_name(error)}", {"causes": causes(error)})
+        return asyncio.run(self._session(agent, endpoint))  # it leaves by finish(): a worker thread may hold up asyncio's end
+
+    def finish(self, end: End) -> NoReturn:
+        """Send what is open and the result, and leave at once: threads and atexit of agent code have no say."""
+        self._recorder.finish()
+        self._events.result(end.outcome.value, end.detail, end.result)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(0 if end.outcome is Outcome.COMPLETED else 1)
+
+    def _import(self) -> Any:
+        module, _, name = str(self._request.options.get("agent_class", DEFAULT_AGENT_CLASS)).partition(":")
+        found = getattr(importlib.import_module(module), name)
+        missing = [part for part in ("_solve_task", "_install_python_tools") if not hasattr(found, part)]
+        if missing:
+            raise TypeError(f"{module}:{name} has no {' and no '.join(missing)}, needed an agent like {DEFAULT_AGENT_CLASS}")
+        return found
+
+    def _construct(self, agent_class: Any) -> tuple[Any, Any]:
+        from nooa.unifiedllm import ensure_loaded  # noqa: PLC0415 (only now is NOOA cut off)
+
+        from boxstrap.runner.agents.model_endpoint import ModelEndpoint  # noqa: PLC0415 (httpx is the payload's)
+        from boxstrap.runner.agents.nooa_model import ChatModel, ResponsesModel  # noqa: PLC0415 (the same)
+
+        ensure_loaded()  # the model registry reads its files once: now, while there are none
+        model = self._request.model
+        assert model is not None  # noqa: S101 (check() saw to it)
+        endpoint = ModelEndpoint(model, max_calls=self._request.max_policy_calls, report=self._on_model_call)
+        client = ResponsesModel if model.api == "responses" else ChatModel
+        agent = agent_class(llm=client(endpoint, self._request.options))
+        if getattr(sys.modules.get("nooa.tracing"), "_enabled", False):
+            raise RuntimeError("NOOA's tracing turned itself on: prompts would leave the session")
+        agent._install_python_tools(os.getcwd())
+        agent.problem_statement = self._request.prompt
+        return agent, endpoint
+
+    async def _session(self, agent: Any, endpoint: Any) -> NoReturn:
+        from nooa.runtime.hooks import set_hooks  # noqa: PLC0415 (the payload's)
+
+        self._loop = asyncio.get_running_loop()
+        set_hooks(self._recorder)  # after constructing, which may install its own
+        agent.event_manager.on("*", self._recorder.on_event)
+        self._task = self._loop.create_task(self._solve(agent, endpoint))
+        try:
+            end = await self._task
+        except asyncio.CancelledError:
+            end = End(Outcome.CANCELLED, "asked to stop by SIGTERM")
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(agent.shell.close(), CLOSE_BOUND_S)
+        self.finish(end)
+
+    async def _solve(self, agent: Any, endpoint: Any) -> End:
+        from nooa.errors import GenerationError  # noqa: PLC0415 (the payload's)
+
+        from boxstrap.runner.agents.model_endpoint import ModelFailedError, PolicyBudgetExhaustedError  # noqa: PLC0415
+
+        try:
+            with self._phase("solve"):
+                answer = await agent._solve_task(self._request.prompt)
+        except PolicyBudgetExhaustedError as error:
+            return End(Outcome.POLICY_BUDGET_EXHAUSTED, str(error), {"model_calls": endpoint.calls})
+        except ModelFailedError as error:
+            return End(Outcome.MODEL_FAILED, str(error), {"causes": causes(error)})
+        except Exception as error:  # noqa: BLE001
+            # Broad on purpose: whatever the agent raises is its result.
+            if endpoint.last_problem is not None:
+                return End(Outcome.MODEL_FAILED, endpoint.last_problem.text, {"causes": causes(error)})
+            result: dict[str, object] = {"causes": causes(error)}
+            if isinstance(error, GenerationError):
+                result["termination_reason"] = "invalid_policy_output"
+            return End(Outcome.AGENT_FAILED, _name(error), result)
+        if endpoint.last_problem is not None:
+            return End(Outcome.MODEL_FAILED, f"the agent returned, but its last call failed: {endpoint.last_problem.text}")
+        return End(Outcome.COMPLETED, "the agent returned a result", self._final(answer))
+
+    def _final(self, answer: Any) -> dict[str, object]:
+        """Record the returned value as the last message, and that no model wrote it as such."""
+        plain = answer.model_dump(mode="json") if hasattr(answer, "model_dump") else {"value": answer}
+        bounded: dict[str, object] = {
+            str(key): clip(value if isinstance(value, str) else json.dumps(value, default=str)) for key, value in plain.items()
+        }
+        text = clip(json.dumps(bounded, ensure_ascii=False))
+        self._events.emit(Kind.MESSAGE, {"role": "assistant", "text": text, "final": True})
+        if text != self._recorder.last_text:
+            why = "the returned value is no text of the model"
+            self._events.emit(Kind.GAP, {"code": "non_trainable_terminal_output", "detail": why})
+        return bounded
+
+    def _on_model_call(self, account: dict[str, object]) -> None:
+        self._events.emit(Kind.MODEL_CALL, {**account, "invocation_id": self._recorder.invocation})
+        for text in reasoning_in(account.get("response")):
+            self._events.emit(Kind.REASONING, {"text": clip(text), "model_call_seq": account["seq"]})
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._events.emit(Kind.PHASE, {"name": name, "seconds": round(time.monotonic() - started, 6)})
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        """Cancel, and see from another thread that it ends: this one may be in a cell that never yields."""
+        del number, frame
+        bound = 0.0
+        if self._task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            bound = TERM_BOUND_S
+        end = End(Outcome.CANCELLED, "asked to stop by SIGTERM")
+        timer = threading.Timer(bound, self.finish, (end,))
+        timer.daemon = True
+        timer.start()
+
+
+class _Warnings(logging.Handler):
+    """Python warnings and errors of the agent's libraries, as log events."""
+
+    def __init__(self, events: EventWriter) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one."""
+        data = {"name": "logging", "logger": record.name, "level": record.levelname.lower()}
+        self._events.emit(Kind.LOG, {**data, "text": clip(record.getMessage(), 8000)})
+
+
+@contextlib.contextmanager
+def _cut_off() -> Iterator[None]:
+    """Keep NOOA and litellm from reaching out while they are imported and built; then the environment is the task's again."""
+    before = {name: os.environ.get(name) for name in _WHILE_BUILDING}
+    os.environ.update(_WHILE_BUILDING)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def causes(error: BaseException) -> list[str]:
+    """Return the chain of an exception, outermost first."""
+    chain: list[str] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        chain.append(_name(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return chain
+
+
+def _name(error: BaseException) -> str:
+    return clip(f"{type(error).__name__}: {error}", 2000)
+
+
+def reasoning_in(response: object) -> Iterator[str]:
+    """Yield the reasoning texts of a reply of either dialect."""
+    if not isinstance(response, dict):
+        return
+    for item in response.get("output") or []:
+        if item.get("type") == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            yield "\n".join(str(part.get("text", "")) for part in parts)
+    for choice in response.get("choices") or []:
+        text = choice["message"].get("reasoning") or choice["message"].get("reasoning_content")
+        if text:
+            yield str(text)
+
+
+def _undo_locale_coercion(environ: os._Environ[str]) -> None:
+    """Take back the LC_CTYPE that Python gave itself when the task has none: its shells must not see it."""
+    with open("/proc/self/environ", "rb") as file:
+        if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
+            environ.pop("LC_CTYPE", None)
+
+
+def main() -> NoReturn:
+    """Run the request of the session folder that the environment names. Never returns."""
+    restore_task_variables(os.environ)
+    _undo_locale_coercion(os.environ)
+    try:
+        events = EventWriter.from_environment(os.environ)
+        folder = os.environ.pop(SESSION_DIR)
+        with open(os.path.join(folder, "request.json"), "rb") as file:
+            request = request_from(file.read(REQUEST_MAX))
+        check(request)
+    except (ValueError, KeyError, OSError) as error:
+        sys.stderr.write(f"nooa_driver: {error}\n")
+        sys.exit(ExitStatus.USAGE)
+    os.chdir(request.workdir)
+    logging.getLogger().addHandler(_Warnings(events))
+    run = Run(request, events)
+    try:
+        end = run.solve()
+    except BaseException as error:  # noqa: BLE001
+        # Broad on purpose: agent code shares this process, and a session without a result line explains nothing.
+        end = End(Outcome.AGENT_FAILED, _name(error), {"causes": causes(error)})
+    run.finish(end)
