@@ -41,7 +41,7 @@ SCRIPT_WITHIN_S = 900
 PROBE_WITHIN_S = 15
 
 
-class Absent(Exception):  # noqa: N818 - the word that is printed
+class Absent(Exception):
     """A box cannot be had here; the text says why."""
 
 
@@ -73,7 +73,7 @@ class Store:
             assert unpack.stdout  # noqa: S101 - PIPE was asked for
             try:
                 self.client.images.load(unpack.stdout)
-            except (APIError, ImageNotFound):  # a damaged archive: what it held is made anew
+            except DockerException:  # a damaged archive: what it held is made anew
                 unpack.kill()
         return self.state(box) == "present"
 

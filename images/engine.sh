@@ -28,11 +28,15 @@ main() {
     drop_stale_pid /run/docker.pid dockerd
     drop_stale_pid /run/docker/containerd/containerd.pid containerd
     start_engine
-    say "engine up: $(docker version --format '{{.Server.Version}}'), log in $LOG"
+    say "engine up, log in $LOG"
 }
 
 answers() {
-    check_cmd docker && timeout 20 docker version --format '{{.Server.Version}}' >/dev/null 2>&1
+    if check_cmd docker; then
+        timeout 20 docker version --format '{{.Server.Version}}' >/dev/null 2>&1
+    else # an engine may be lent by its socket alone
+        [ -z "${DOCKER_HOST:-}" ] && check_cmd curl && curl -sf -m 20 -o /dev/null --unix-socket "$SOCKET" http://localhost/_ping
+    fi
 }
 
 install_docker() {
@@ -67,7 +71,7 @@ start_engine() {
     engine=$!
     tries=$((START_WITHIN_S * 5))
     until answers; do
-        kill -0 "$engine" 2>/dev/null || die "dockerd ended at once; its last word: $(tail -n 1 "$LOG")"
+        kill -0 "$engine" 2>/dev/null || die "dockerd ended at once; its last words: $(tail -n 2 "$LOG" | tr "\n" " ")"
         tries=$((tries - 1))
         [ "$tries" -gt 0 ] || die "dockerd runs (pid $engine) and does not answer within $START_WITHIN_S s: see $LOG"
         sleep 0.2
