@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from boxstrap.controller import artifacts
+from boxstrap.controller import artifacts, payloads
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, UsageError
 from boxstrap.controller.sandbox import Sandbox
@@ -29,6 +29,8 @@ from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import Result, SessionSpec, open_session
 from boxstrap.controller.show import Progress, show_result
 from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
+
+AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.NEEDS_NONE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--docker", metavar="NAME", help="a running container, by name or id")
     where.add_argument("--image", help="make a container from this image, and remove it at the end")
     where.add_argument("--local", metavar="DIR", type=Path, help="this machine, with every root inside this folder")
-    run.add_argument("--agent", required=True, choices=artifacts.AGENTS)
+    run.add_argument("--agent", required=True, choices=AGENTS)
     run.add_argument("--workdir", required=True, help="the task's repo in the sandbox")
     run.add_argument("--prompt-file", required=True, type=Path, metavar="F")
     run.add_argument("--model-url", metavar="URL", help="as the sandbox sees it, up to and with /v1")
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("argv", nargs="*", help="agent command: the program and its arguments, after --")
     build = commands.add_parser("build", help="build the archive and, with --agent, what its runtime needs")
     build.set_defaults(call=_build)
-    build.add_argument("--agent", choices=artifacts.AGENTS)
+    build.add_argument("--agent", choices=AGENTS)
     build.add_argument("--payload", default="lean", choices=("lean", "full"))
     build.add_argument("--arch", default="x86_64", choices=("x86_64", "aarch64"))
     return parser

@@ -51,7 +51,7 @@ class Progress:
             self.line(event.kind, told, style=_STYLES.get(event.kind, ""))
 
 
-_STYLES = {Kind.MODEL_CALL: "magenta", Kind.GAP: "yellow", Kind.AGENT_EXITED: "bold", Kind.MESSAGE: "green"}
+_STYLES: dict[str, str] = {Kind.MODEL_CALL: "magenta", Kind.GAP: "yellow", Kind.AGENT_EXITED: "bold", Kind.MESSAGE: "green"}
 
 
 def _told(event: Event) -> str | None:
@@ -63,7 +63,7 @@ def _told(event: Event) -> str | None:
         case Kind.PYTHON_EXECUTION:
             return printable(data.get("code", ""))
         case Kind.TOOL_CALL:
-            return printable(f"{data.get('name')} {data.get('arguments', '')}")
+            return printable(f"{data.get('tool_name', data.get('name'))} {data.get('arguments', '')}")
         case Kind.TOOL_RESULT:
             return printable(data.get("output", data.get("result", "")))
         case Kind.MESSAGE | Kind.REASONING | Kind.LOG:
