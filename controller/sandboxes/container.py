@@ -36,6 +36,8 @@ WATCH_S = 1.0
 _KILL_WAIT_S = 3.0
 _FIRST_ASK_S, _LAST_ASK_S = 0.5, 5.0  # how often the engine is asked whether a silent exec still runs
 _SUSPICIOUS = 125  # a command that ended with this or more may have ended because its container did
+_KILLED = 128 + 9
+_LOOKS_S = (0.0, 0.1, 0.2, 0.4)  # a dying container's execs are reported before the container itself
 _STATES = {"paused": "is paused", "exited": "has stopped", "dead": "is dead", "created": "was never started"}
 
 
@@ -145,8 +147,11 @@ class Container:
         finally:
             if started and not ended:
                 forget(self._kill, started[0])
-        if code >= _SUSPICIOUS and (trouble := await in_thread(self._look)):
-            raise SandboxLost(trouble)
+        looks = _LOOKS_S if code == _KILLED else _LOOKS_S[:1] if code >= _SUSPICIOUS else ()
+        for pause in looks:
+            await asyncio.sleep(pause)
+            if trouble := await in_thread(self._look):
+                raise SandboxLost(trouble)
         return code
 
     async def start(self, argv: list[str], setting: Setting) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from boxstrap.controller.errors import EvidenceError
 from boxstrap.controller.sandboxes.output import (
     DOWNLOAD_MAX,
-    PROVIDER_FAILED,
     TRANSFER_TIMEOUT_S,
     Output,
     bounded,
@@ -28,6 +27,7 @@ from boxstrap.controller.sandboxes.output import (
 
 _GRACE_S = 30.0
 """Seconds that a provider has, after the command's own timeout, to say that it timed out."""
+_MISSING, _NOT_A_FILE = 44, 45
 _FIELDS = ("stdout", "stderr", "return_code", "error_type")
 
 
@@ -118,13 +118,16 @@ class GymSandbox:
         Raises:
             FileNotFoundError: it is not there.
             EvidenceError: it is larger.
+            OSError: it is no regular file.
             TimeoutError: it took longer than `transfer_timeout_s`.
             Exception: the provider's own.
         """
         path = shlex.quote(remote_path)
-        asked = await self.exec(f"[ -e {path} ] || exit 44; wc -c <{path}")
-        if asked.return_code == 44:
+        asked = await self.exec(f"[ -e {path} ] || exit {_MISSING}; [ -f {path} ] || exit {_NOT_A_FILE}; wc -c <{path}")
+        if asked.return_code == _MISSING:
             raise FileNotFoundError(f"No {remote_path} in {self.describe()}")
+        if asked.return_code == _NOT_A_FILE:
+            raise OSError(f"{remote_path} in {self.describe()} is no regular file")
         size = asked.stdout.strip()
         if size.isdecimal() and int(size) > max_bytes:
             raise EvidenceError(f"{remote_path} holds {size} bytes, more than the {max_bytes} that may come out of a sandbox.")
@@ -149,6 +152,4 @@ def _output(answer: Any) -> Output:
         )
     # Some providers' error types are enums; their value is the word.
     word = None if error_type is None else str(getattr(error_type, "value", error_type))
-    if code == PROVIDER_FAILED and word is None and stdout is None and stderr is None:
-        word = "sandbox_error"
     return Output(stdout=bounded(stdout), stderr=bounded(stderr), return_code=code, error_type=word)
