@@ -15,7 +15,7 @@ from model_scripts import Turn
 
 Body = dict[str, Any]
 
-_OURS = "call_"
+_OURS = "call_turn_"
 """How the ids of our tool calls begin; the number of the turn follows."""
 _AGENTS = ("prefill_", "codeact_inline_")
 """How the ids of tool calls begin that an agent made up and put into the conversation itself."""

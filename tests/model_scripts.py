@@ -125,6 +125,22 @@ def delegate(_: int) -> list[Turn]:
     return [Turn(python=define), *(Turn(shell=f"echo turn {turn}") for turn in range(6)), DONE]
 
 
+def unparsed(_: int) -> list[Turn]:
+    """Call a tool in the way of a server that has no parser for its model's tool calls."""
+    call = "<tool_call><function=execute_python><parameter=code>print('dug out')</parameter></function></tool_call>"
+    return [Turn(text=call), DONE]
+
+
+def flood(_: int) -> list[Turn]:
+    """Show more than anyone wants to see: as output, as a value, and as a prompt from then on."""
+    return [Turn(python="print('x' * 10**6)\n['é' * 10**6] * 10", shell="yes | head -c 1000000"), DONE]
+
+
+def look_around(_: int) -> list[Turn]:
+    """Show what the agent's shell was given: folder, environment, open files."""
+    return [Turn(shell="pwd -P; env; readlink /proc/self/fd/* /proc/$$/fd/*"), DONE]
+
+
 def crash(_: int) -> list[Turn]:
     """Make the agent's process kill itself."""
     return [Turn(python="import os\nos.kill(os.getpid(), 9)", shell="kill -9 $PPID"), DONE]
@@ -138,6 +154,9 @@ SCRIPTS: dict[str, Callable[[int], list[Turn]]] = {
     "give-up": give_up,
     "chatter": chatter,
     "delegate": delegate,
+    "unparsed": unparsed,
+    "flood": flood,
+    "look-around": look_around,
     "crash": crash,
 }
 

@@ -108,7 +108,7 @@ class Run:
         endpoint = ModelEndpoint(model, max_calls=self._request.max_policy_calls, report=self._on_model_call)
         client = ResponsesModel if model.api == "responses" else ChatModel
         agent = agent_class(llm=client(endpoint, self._request.options))
-        if getattr(sys.modules.get("nooa.tracing"), "_enabled", False):
+        if getattr(sys.modules.get("nooa.tracing"), "_provider", None) is not None:
             raise RuntimeError("NOOA's tracing turned itself on: prompts would leave the session")
         agent._install_python_tools(os.getcwd())
         agent.problem_statement = self._request.prompt
@@ -263,14 +263,17 @@ def main() -> NoReturn:
     _undo_locale_coercion(os.environ)
     try:
         events = EventWriter.from_environment(os.environ)
-        folder = os.environ.pop(SESSION_DIR)
-        with open(os.path.join(folder, "request.json"), "rb") as file:
-            request = request_from(file.read(REQUEST_MAX))
-        check(request)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"nooa_driver: {error}\n")
         sys.exit(ExitStatus.USAGE)
-    os.chdir(request.workdir)
+    try:
+        with open(os.path.join(os.environ.pop(SESSION_DIR), "request.json"), "rb") as file:
+            request = request_from(file.read(REQUEST_MAX))
+        check(request)
+        os.chdir(request.workdir)
+    except (ValueError, KeyError, OSError) as error:
+        events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {_name(error)}", None)
+        sys.exit(1)
     logging.getLogger().addHandler(_Warnings(events))
     run = Run(request, events)
     try:

@@ -10,6 +10,7 @@ is recorded as interrupted.
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -21,6 +22,11 @@ from boxstrap.runner.wire import Kind
 
 _MADE_UP = ("prefill_", "synthetic_", "codeact_inline_")
 """How the ids of tool calls begin that the model did not make."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 8000
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxset = 100
 
 
 @dataclass
@@ -130,7 +136,7 @@ class Recorder:
 
     def _on_python_output(self, event: Any) -> None:
         if event.tool_call_id in self._calls:
-            parts = [event.stdout, event.stderr, event.error, "" if event.value is None else repr(event.value)]
+            parts = [event.stdout, event.stderr, event.error, "" if event.value is None else _SHORT.repr(event.value)]
             status = "failed" if str(event.execution_status.value) == "error" else "completed"
             self._tool_result(event.tool_call_id, status, "\n".join(part for part in parts if part))
 
