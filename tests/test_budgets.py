@@ -26,7 +26,7 @@ def test_default_budgets_are_the_recipes_and_hold() -> None:
         (Budgets(worker_s=21_421), "worker_s 21421 + command_s 180 = 21601 s, which does not fit into episode_s 21600 s"),
         (
             Budgets(sandbox_ttl_s=22_440),
-            "worker_s 21420 + 2 x command_s 180 + stop_s 120 + 3 x callback_s 180 = 22440 s, which does not fit into sandbox_ttl_s",
+            "21420 + 2 x command_s 180 + stop_s 120 + 3 x callback_s 180 = 22440 s, which does not fit into sandbox_ttl_s",
         ),
         (
             Budgets(episode_s=25_000),
