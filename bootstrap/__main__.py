@@ -38,7 +38,7 @@ class Options:
 
     def get(self, name: str) -> str | None:
         """Give the last value, if there is one."""
-        return self[name] if name in self else None
+        return self._values[name][-1] if self._values.get(name) else None
 
     def all(self, name: str) -> list[str]:
         """Give every value."""
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     options = Options(words)
     try:
         return int({"check": _check, "install": _install, "clean": _clean}[verb](options))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - see below
         # Broad on purpose: --json promises one object, whatever our bug is.
         traceback.print_exc()
         failure = Failure(code=Code.BUG, message=f"{type(error).__name__}: {error}", remedy="Report this with the lines above.")
@@ -80,6 +80,7 @@ def _install(options: Options) -> int:
         digest=options["--digest"],
         pid=int(options["--pid"]),
         archive=options["--archive"],
+        archive_sha256=options["--archive-sha256"],
         arch=options["--arch"],
         interpreter_sha256=options["--interpreter-sha256"],
         payload=options.get("--payload"),
@@ -90,7 +91,7 @@ def _install(options: Options) -> int:
 
 
 def _clean(options: Options) -> int:
-    return _say(options, clean(options["--runtime-root"], options["--session-root"]))
+    return _say(options, clean(options["--root"], options["--sessions"]))
 
 
 def _report(options: Options, report: Report) -> int:

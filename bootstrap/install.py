@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills the stage that the prelude began, proves it, and publishes it.
 
-The prelude holds the lock, has checked both uploads' sha256, and puts the box back when this ends badly. It refuses to
+The prelude holds the lock, has checked the sha256 of every upload, and puts the box back when this ends badly. It refuses to
 publish what was not run: the staged interpreter imports the agent first.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import compileall
 import errno
-import hashlib
 import os
 import platform
 import py_compile
@@ -25,7 +24,7 @@ from boxstrap.bootstrap.publish import publish, sync_folder
 from boxstrap.bootstrap.steps import Clock
 from boxstrap.bootstrap.unpack import Record, unpack
 from boxstrap.runner.layout import RuntimePaths, StagePaths
-from boxstrap.runner.wire import Code, Failure, Installed, runtime_digest
+from boxstrap.runner.wire import Code, Failure, Installed
 
 SMOKE_WITHIN_S = 180.0
 _SMOKE = "import importlib, sys; sys.path[:0] = sys.argv[1:3]\nfor name in sys.argv[3:]: importlib.import_module(name)"
@@ -43,6 +42,7 @@ class Plan:
     digest: str
     pid: int
     archive: str
+    archive_sha256: str
     arch: str
     interpreter_sha256: str
     payload: str | None = None
@@ -81,17 +81,6 @@ def install(plan: Plan, *, clock: Clock) -> Installed | Failure:
 
 def _install(plan: Plan, clock: Clock) -> Installed | Failure:
     stage = plan.stage
-    with open(plan.archive, "rb") as source:
-        archive_sha256 = hashlib.file_digest(source, "sha256").hexdigest()
-    expected = runtime_digest(
-        interpreter=plan.interpreter_sha256, payload=plan.payload_sha256, arch=plan.arch, archive=archive_sha256
-    )
-    if expected != plan.digest:
-        return Failure(
-            code=Code.UPLOAD_CORRUPT,
-            message=f"found runtime digest {expected} from what was pushed, needed {plan.digest}.",
-            remedy="Push the archive again, and give the digest of these very files.",
-        )
     record = Record()
     with clock.phase("payload"):
         os.mkdir(stage.site)
@@ -103,7 +92,7 @@ def _install(plan: Plan, clock: Clock) -> Installed | Failure:
     with clock.phase("app"):
         _extract_app(plan.archive, stage.app)
         shutil.copyfile(plan.archive, stage.archive)
-        record.files["boxstrap.pyz"] = (os.path.getsize(plan.archive), archive_sha256, 0o644)
+        record.files["boxstrap.pyz"] = (os.path.getsize(plan.archive), plan.archive_sha256, 0o644)
     with clock.phase("smoke"), ThreadPoolExecutor(max_workers=1) as pool:
         smoke = pool.submit(_smoke, plan)
         failure = _prove(plan, record, smoke)
@@ -116,7 +105,7 @@ def _install(plan: Plan, clock: Clock) -> Installed | Failure:
             "interpreter": platform.python_version(),
             "interpreter_sha256": plan.interpreter_sha256,
             "payload_sha256": plan.payload_sha256,
-            "archive_sha256": archive_sha256,
+            "archive_sha256": plan.archive_sha256,
             "seconds": clock.seconds,
         }
         manifest.write(stage.manifest, record, about)
@@ -146,7 +135,13 @@ def _prove(plan: Plan, record: Record, smoke: Future[Failure | None]) -> Failure
             message=f"found that in the interpreter {error}, needed are members that stay inside.",
             remedy="Pack the interpreter again; do not use this one.",
         )
-    compileall.compile_dir(stage.app, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    compileall.compile_dir(
+        stage.app,
+        quiet=2,
+        stripdir=stage.path,
+        prependdir=RuntimePaths(plan.root, plan.digest).path,
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
     _merge(record, manifest.record_tree(stage.app), "app/")
     return smoke.result()
 
@@ -155,17 +150,24 @@ def _smoke(plan: Plan) -> Failure | None:
     """Import the modules in a fresh process, as a run will; start the programs."""
     stage = plan.stage
     modules = [name for name in plan.smoke if "/" not in name]
-    runs = [[stage.python, "-I", "-B", "-X", "utf8", "-c", _SMOKE, stage.site, stage.app, *modules, "boxstrap.runner.wire"]]
+    runs = [[stage.python, "-I", "-B", "-X", "utf8", "-c", _SMOKE, stage.site, stage.app, *modules, "boxstrap.runner.__main__"]]
     runs += [[f"{stage.site}/{name}", "--version"] for name in plan.smoke if "/" in name]
-    for argv in runs:
-        found = _run(argv, stage.path)
-        if found:
-            what = "the packages do not import" if argv[0] == stage.python else f"{os.path.basename(argv[0])} does not start"
-            return Failure(
-                code=Code.SMOKE_FAILED,
-                message=f"found that {what} here: {found}, needed is a payload that runs before it is published.",
-                remedy=f"Build the payload for {plan.arch} and this interpreter again.",
-            )
+    home = f"{stage.path}/smoke"
+    os.mkdir(home, mode=0o700)
+    try:
+        for argv in runs:
+            found = _run(argv, home)
+            if found:
+                what = (
+                    "the packages do not import" if argv[0] == stage.python else f"{os.path.basename(argv[0])} does not start"
+                )
+                return Failure(
+                    code=Code.SMOKE_FAILED,
+                    message=f"found that {what} here: {found}, needed is a payload that runs before it is published.",
+                    remedy=f"Build the payload for {plan.arch} and this interpreter again.",
+                )
+    finally:
+        shutil.rmtree(home)
     return None
 
 
@@ -175,7 +177,7 @@ def _run(argv: list[str], home: str) -> str:
         done = subprocess.run(
             argv,
             cwd=home,
-            env={**os.environ, "HOME": home},
+            env={**{name: value for name, value in os.environ.items() if not name.startswith("XDG_")}, "HOME": home},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=SMOKE_WITHIN_S,

@@ -13,47 +13,41 @@ main() {
     set -u
     bx_nl='
 '
-    bx_tab=$(printf '\t')
-    bx_json=
+    bx_json='' bx_help=''
     for bx_value do
-        case $bx_value in --json) bx_json=1 ;; esac
+        case $bx_value in --json) bx_json=1 ;; --help | -h) bx_help=1 ;; esac
     done
-    is_archive "$0" || err "\$0 is '$0', which is not the archive: save it as a file and run: sh /path/to/boxstrap.pyz"
-    case $0 in /*) bx_archive=$0 ;; *) bx_archive=$PWD/$0 ;; esac
     bx_verb=${1-help}
+    is_archive "$0" || usage "\$0 is '$0', which is not this archive as a file; save it and run: sh /path/to/boxstrap.pyz"
+    case $0 in /*) bx_archive=$0 ;; *) bx_archive=$PWD/$0 ;; esac
     [ $# -eq 0 ] || shift
-    for bx_value do
-        case $bx_value in --help | -h) help "$bx_verb" && exit 0 ;; esac
-    done
+    [ -z "$bx_help" ] || { help "$bx_verb" && exit 0; }
     case $bx_verb in
         check | install | clean) LC_ALL=C && export LC_ALL && parse "$@" && "$bx_verb" ;;
         run | tail | status | stop | shell | env) to_runner "$@" ;;
-        help | --help | -h) help "${1-}" ;;
+        help) help "${1-}" ;;
         *) usage "there is no verb '$bx_verb': check install clean run tail status stop shell env" ;;
     esac
 }
 
-# ---- words ----
-
 say() { [ -n "$bx_json" ] || printf '%s\n' "$*"; }
 warn() { printf 'boxstrap: %s\n' "$*" >&2; }
-err() { fail bug "$1" "" 70; }
-usage() { fail usage "$1" "See: sh boxstrap.pyz $bx_verb --help" 64; }
+usage() { fail usage "$1." "See: sh boxstrap.pyz $bx_verb --help" 64; }
 check_cmd() { command -v "$1" >/dev/null 2>&1; }
 ignore() { "$@" 2>/dev/null || :; }
 
-# Where BOXSTRAP_FAULT names this step, the process dies here as if by SIGKILL: the fault sweep of the tests.
+# Where BOXSTRAP_FAULT names this step, the process dies here as if by a power cut: the fault sweep of the tests.
 step() { [ "${BOXSTRAP_FAULT-}" != "$1" ] || kill -9 $$; }
 
-# mark PHASE: PHASE ends now. Hundredths of seconds since boot, from a builtin.
-mark() {
-    bx_now=0
-    { read -r bx_now bx_rest </proc/uptime; } 2>/dev/null
-    bx_marks=${bx_marks-}${bx_marks:+,}$1:$bx_now
-}
+# bx_now becomes the seconds since boot, to hundredths, by a builtin.
+now() { { read -r bx_now bx_rest </proc/uptime; } 2>/dev/null || bx_now=0; }
+
+# mark PHASE: PHASE ends now.
+mark() { now && bx_marks=${bx_marks-}${bx_marks:+,}$1:$bx_now; }
 
 # fail CODE MESSAGE REMEDY STATUS: one clear no, and the box as it was.
 fail() {
+    LC_ALL=C
     if [ -n "$bx_json" ]; then
         quote "$1" && bx_text="{\"code\":$bx_quoted"
         quote "$2" && bx_text="$bx_text,\"message\":$bx_quoted"
@@ -66,8 +60,8 @@ fail() {
     exit "$4"
 }
 
-# quote TEXT: bx_quoted becomes a JSON string. Line ends and tabs become spaces, other control characters vanish, and
-# a byte outside ASCII becomes a question mark, so that what is printed is valid JSON whatever the box holds.
+# quote TEXT: bx_quoted becomes a JSON string. White space becomes a space, other control characters vanish, and a byte
+# outside ASCII becomes a question mark, so that what is printed is valid JSON whatever the box holds.
 quote() {
     bx_quoted='' bx_rest=$1
     bx_odd='[!] !#-[^-~]'
@@ -80,7 +74,7 @@ quote() {
             '') ;;
             \"*) bx_quoted=$bx_quoted\\\" ;;
             \\*) bx_quoted=$bx_quoted\\\\ ;;
-            "$bx_nl"* | "$bx_tab"*) bx_quoted="$bx_quoted " ;;
+            [[:space:]]*) bx_quoted="$bx_quoted " ;;
             [[:cntrl:]]*) ;;
             *) bx_quoted="$bx_quoted?" ;;
         esac
@@ -121,8 +115,6 @@ help() {
     printf 'usage: sh boxstrap.pyz %s %s\n\n%s\n' "$bx_verb" "$2" "$1"
 }
 
-# ---- options ----
-
 parse() {
     bx_agent='' bx_root='' bx_sessions='' bx_workdir='' bx_floor='' bx_need_mib='' bx_urls='' bx_loopback_ok='' bx_verify=
     bx_digest='' bx_interpreter='' bx_interpreter_sum='' bx_payload='' bx_payload_sum='' bx_smoke='' bx_lock_wait=120
@@ -146,7 +138,7 @@ parse() {
             install:--payload | install:--payload-sha256 | install:--smoke | install:--lock-wait) ;;
             *) usage "$bx_verb does not know '$bx_flag'" ;;
         esac
-        [ $# -gt 0 ] && [ -n "$1" ] || usage "$bx_flag needs a value"
+        case ${1-} in '' | --*) usage "$bx_flag needs a value" ;; esac
         bx_value=$1
         shift
         case $bx_flag:$bx_value in
@@ -160,6 +152,7 @@ parse() {
             --url:http://?* | --url:https://?*) ;;
             --url:*) usage "--url is '$bx_value', which is not http:// or https://" ;;
             --runtime-root:*"$bx_nl"* | --session-root:*"$bx_nl"*) usage "$bx_flag holds a line end" ;;
+            --runtime-root:/ | --session-root:/) usage "$bx_flag is the root of all" ;;
             --runtime-root:/* | --session-root:/*) ;;
             --runtime-root:* | --session-root:*) usage "$bx_flag is '$bx_value', which is not absolute" ;;
         esac
@@ -183,8 +176,6 @@ parse() {
     bx_root=${bx_root:-/opt/nemo-gym-${bx_agent:-command}}
     bx_sessions=${bx_sessions:-/tmp/nemo-gym-${bx_agent:-command}}
 }
-
-# ---- facts ----
 
 is_archive() {
     [ -f "$1" ] && {
@@ -277,8 +268,6 @@ older() {
     [ "${1%%.*}" -lt "${2%%.*}" ] || { [ "${1%%.*}" -eq "${2%%.*}" ] && [ "$bx_left" -lt "$bx_right" ]; }
 }
 
-# ---- checks ----
-
 # add CODE STATUS FOUND NEEDED REMEDY: one check joins the report.
 add() {
     [ "$2" != fail ] || bx_refused=true
@@ -340,7 +329,7 @@ check_libc() {
             "Use $bx_enough; the interpreter and the agent's packages are built against glibc. Nothing was written."
         return 0
     fi
-    if [ -z "$bx_floor" ]; then add libc-too-old skip "$bx_found" "no --glibc-floor was given" ""
+    if [ -z "$bx_floor" ]; then add libc-too-old skip "$bx_found" "none was named with --glibc-floor" ""
     elif [ -z "$bx_libc_version" ]; then
         add libc-too-old warn "a glibc that does not tell its version" "glibc $bx_floor" \
             "Nothing to do yet: install runs the interpreter and decides."
@@ -405,10 +394,9 @@ probe_root() {
         else add not-writable fail "$bx_nearest is not writable for uid $bx_uid" "$2 can be written" "$bx_advice"; fi
         return 1
     fi
-    mark probe
-    bx_probe=${bx_nearest%/}/.boxstrap-probe-$$-$bx_now
-    bx_stamp=$(stat -c %y "$bx_nearest" 2>/dev/null)
-    if ! bx_text=$({ mkdir "$bx_probe" && printf '#!/bin/sh\nexit 0\n' >"$bx_probe/run" && chmod 700 "$bx_probe/run"; } 2>&1); then
+    now && bx_probe=${bx_nearest%/}/.boxstrap-probe-$$-$bx_now
+    stamp "$bx_nearest"
+    if ! bx_text=$(write_probe 2>&1); then
         first_line "$bx_text"
         unprobe
         add not-writable fail "$bx_nearest: ${bx_line##*: } (uid $bx_uid)" "$2 can be written" "$bx_advice"
@@ -432,9 +420,16 @@ probe_root() {
     unprobe
 }
 
-unprobe() {
-    rm -rf "$bx_probe"
-    [ -z "$bx_stamp" ] || ignore touch -d "$bx_stamp" "$bx_nearest"
+write_probe() {
+    mkdir "$bx_probe" && printf '#!/bin/sh\nexit 0\n' >"$bx_probe/run" && chmod 700 "$bx_probe/run"
+}
+
+unprobe() { rm -rf "$bx_probe" && restamp "$bx_nearest"; }
+
+# stamp FOLDER, restamp FOLDER: note its time of change, and give it back. BusyBox reads no fractions.
+stamp() { bx_stamp=$(stat -c '%Y %y' "$1" 2>/dev/null); }
+restamp() {
+    [ -z "$bx_stamp" ] || touch -d "${bx_stamp#* }" "$1" 2>/dev/null || ignore touch -d "@${bx_stamp%% *}" "$1"
 }
 
 # within SECONDS COMMAND…: with a bound, where the box has `timeout`.
@@ -450,14 +445,16 @@ check_lock_and_space() {
             "Name a folder on a local file system with --runtime-root."
     fi
     [ -n "$bx_mv_found" ] || ! check_cmd mv || add missing-tool warn "a mv without -T" "mv -T, for task scripts" "Use GNU mv."
-    bx_free=$(df -Pk "$bx_nearest" 2>/dev/null | { read -r bx_line && read -r bx_line bx_line bx_line bx_free bx_rest && printf %s "$bx_free"; })
-    case $bx_free in
+    # shellcheck disable=SC2046  # the words of df's second line are wanted
+    set -- $(df -Pk "$bx_nearest" 2>/dev/null | { read -r bx_line && read -r bx_line && printf %s "$bx_line"; })
+    case ${4-} in
         '' | *[!0-9]*) add no-space skip "df does not say" "${bx_need_mib:-0} MiB in $bx_nearest" "" && return 0 ;;
     esac
-    bx_free=$((bx_free / 1024))
-    if [ -z "$bx_need_mib" ]; then add no-space skip "$bx_free MiB in $bx_nearest" "no --need-mib was given" ""
+    bx_free=$(($4 / 1024))
+    if [ -z "$bx_need_mib" ]; then add no-space skip "$bx_free MiB in $bx_nearest" "none were named with --need-mib" ""
     elif [ "$bx_free" -ge "$bx_need_mib" ]; then add no-space ok "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" ""; else
-        add no-space fail "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" "Free some space, or name another disk with --runtime-root."
+        add no-space fail "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" \
+            "Free some space, or name another disk with --runtime-root."
     fi
 }
 
@@ -472,7 +469,7 @@ split_url() {
         \[*\]) bx_host=${bx_host#\[} && bx_host=${bx_host%\]} ;;
         *:*) bx_port=${bx_host##*:} && bx_host=${bx_host%:*} ;;
     esac
-    case $bx_host: in :*) return 1 ;; esac
+    [ -n "$bx_host" ] || return 1
     case $bx_port in '' | *[!0-9]* | ??????*) return 1 ;; esac
 }
 
@@ -492,7 +489,8 @@ check_urls() {
         if is_loopback "$bx_host"; then
             if [ -z "$bx_loopback_ok" ]; then
                 add url-loopback fail "$bx_url" "a host that means the same inside the sandbox" \
-                    "Inside the box $bx_host is the box itself: give an address that it can reach, or say --loopback-ok where the box shares the host's network."
+                    "Inside the box $bx_host is the box itself: give an address that it can reach, or say --loopback-ok \
+where the box shares the host's network."
                 continue
             fi
             add url-loopback ok "$bx_url is loopback, which was allowed" "a host that means the same inside the sandbox" ""
@@ -554,16 +552,15 @@ answer_report() {
     exit "$bx_status"
 }
 
-# ---- verbs ----
-
 check() {
     find_runtime "$bx_root"/* || :
     examine payload
-    [ -n "$bx_deferred" ] && [ -n "$bx_runtime" ] || answer_report
+    if [ -z "$bx_deferred" ] || [ -z "$bx_runtime" ]; then answer_report; fi
     write_report
     add_each --url "$bx_deferred"
     # shellcheck disable=SC2086  # bx_each is a list of checked words
-    become_python bootstrap "$bx_runtime/python/bin/python3" "$bx_runtime/app" check ${bx_json:+--json} --report "$bx_report" $bx_each
+    become_python bootstrap "$bx_runtime/python/bin/python3" "$bx_runtime/app" check ${bx_json:+--json} \
+        --report "$bx_report" $bx_each
 }
 
 # add_each OPTION LIST: bx_each becomes the list with the option before each word.
@@ -574,16 +571,16 @@ add_each() {
 }
 
 clean() {
-    if ! find_runtime "$bx_root"/*; then
-        [ -e "$bx_root" ] || [ -e "$bx_sessions" ] || {
-            if [ -n "$bx_json" ]; then say ''; printf '{"v":1,"ok":true,"data":{"removed":[]}}\n'; else say 'nothing to remove'; fi
-            exit 0
-        }
-        fail runtime-missing "found no runtime under $bx_root, needed is one to look after its sessions" \
-            "Name the folder with --runtime-root, or remove $bx_root and $bx_sessions by hand." 69
+    find_runtime "$bx_root"/* || if [ -e "$bx_root" ] || [ -e "$bx_sessions" ]; then
+        fail runtime-missing "found no runtime under $bx_root, needed is one to look after its sessions." \
+            "Name its folder with --runtime-root, or remove $bx_root and $bx_sessions by hand." 69
+    else
+        say "nothing to remove"
+        [ -z "$bx_json" ] || printf '{"v":1,"ok":true,"data":{"removed":[]}}\n'
+        exit 0
     fi
     become_python bootstrap "$bx_runtime/python/bin/python3" "$bx_runtime/app" clean ${bx_json:+--json} \
-        --runtime-root "$bx_root" --session-root "$bx_sessions"
+        --root "$bx_root" --sessions "$bx_sessions"
 }
 
 # The verbs of a session are the runner's; only what says where its runtime is stays here.
@@ -604,19 +601,19 @@ to_runner() {
                 ;;
         esac
     done
-    if [ -n "$bx_root" ]; then find_runtime "$bx_root"/*
-    elif [ -n "$bx_agent" ]; then find_runtime "/opt/nemo-gym-$bx_agent"/*
-    else find_runtime /opt/nemo-gym-*/*; fi || fail runtime-missing "found no runtime${bx_root:+ under $bx_root}, needed is one to run '$bx_verb' with" \
-        "Install one first, or name its folder with --runtime-root." 69
+    if [ -z "$bx_root$bx_agent" ]; then find_runtime /opt/nemo-gym-*/*
+    else find_runtime "${bx_root:-/opt/nemo-gym-$bx_agent}"/*; fi ||
+        fail runtime-missing "found no runtime${bx_root:+ under $bx_root}, needed is one to run '$bx_verb' with." \
+            "Install one first, or name its folder with --runtime-root." 69
     become_python runner "$bx_runtime/python/bin/python3" "$bx_runtime/app" "$bx_verb" "$@"
 }
 
 # LD_* variables are the task's: our interpreter must not see them, the agent's children must. They travel under
 # another name, and runner/environment.py gives them back.
 scrub() {
-    eval "$(export -p | while read -r bx_line; do
-        case $bx_line in
-            'export LD_'* | 'declare -x LD_'*) bx_name=LD_${bx_line#*LD_} && bx_name=${bx_name%%=*} ;;
+    eval "$(export -p | while read -r bx_name; do
+        case $bx_name in
+            'export LD_'* | 'declare -x LD_'*) bx_name=LD_${bx_name#*LD_} && bx_name=${bx_name%%=*} ;;
             *) continue ;;
         esac
         case $bx_name in *[!A-Za-z0-9_]*) continue ;; esac
@@ -634,8 +631,6 @@ become_python() {
     exec "$bx_python" -I -X utf8 -c "$bx_code" "$@"
 }
 
-# ---- install ----
-
 install() {
     [ -n "$bx_agent" ] || usage "install needs --agent"
     [ ${#bx_digest} -eq 64 ] || usage "install needs --digest with 64 hex characters"
@@ -649,19 +644,25 @@ install() {
         write_report
         mark check
         reuse
+        [ -n "$bx_interpreter" ] || fail runtime-missing "found $bx_final damaged, needed a whole runtime." \
+            "Push the interpreter and the payload, and install again to repair it." 69
     fi
     examine payload
     [ "$bx_refused" = false ] || answer_report
     write_report
     mark check
     trap 'undo; exit 75' HUP INT TERM
+    check_digest
     take_lock
     mark lock
+    # Another installation may have held the lock until now.
     ! is_published "$bx_final" || reuse
+    sweep
+    stage
     publish
 }
 
-# reuse: ends here with status 0 when the published runtime is whole, or 69 when a URL is not reached; else returns.
+# reuse: ends here when the published runtime is whole (0) or a URL is not reached (69); else returns.
 reuse() {
     add_each --url "$bx_deferred"
     # shellcheck disable=SC2086  # both are lists of checked words
@@ -674,34 +675,28 @@ reuse() {
 
 # take_lock: fd 9 holds the kernel's lock on .lock-<digest>, which dies with its last holder.
 #
-# Who is refused removes the lock file again, to leave the box as it was. The race: A holds the lock, B waits for it, A
-# is refused and unlinks, C makes a new file and locks that. B now holds a lock on nothing. So who gets a lock looks
-# whether the name still means it, and starts over when not.
+# Who fails removes a lock file that was not there before. The race: A holds the lock, B waits for it, A fails and
+# unlinks, C makes a new file and locks that. B then holds a lock on nothing. So who gets a lock looks whether the name
+# still means it, and starts over when not.
 take_lock() {
     step lock
     bx_lock=$bx_root/.lock-$bx_short bx_tries=0
     nearest "$bx_root" && bx_ground=$bx_nearest
-    bx_stamp=$(stat -c %y "$bx_ground" 2>/dev/null)
+    stamp "$bx_ground"
     while :; do
         bx_tries=$((bx_tries + 1))
         ignore mkdir -p "$bx_root"
         [ -e "$bx_lock" ] || bx_lock_made=1
-        if ! bx_text=$( (exec 9<>"$bx_lock") 2>&1); then
-            [ "$bx_tries" -gt 5 ] || continue
+        if bx_text=$( (exec 9<>"$bx_lock") 2>&1) && exec 9<>"$bx_lock"; then
+            lock_within "$bx_lock_wait" || lock_timeout
+            # shellcheck disable=SC3013  # dash, bash and BusyBox all know -ef
+            if [ "/proc/$$/fd/9" -ef "$bx_lock" ] || [ ! -d /proc/$$ ]; then break; fi
+        fi
+        [ "$bx_tries" -lt 20 ] || {
             first_line "$bx_text"
-            fail not-writable "found ${bx_line##*: } at $bx_lock, needed is to write it" \
+            fail not-writable "found ${bx_line##*: } at $bx_lock, needed is to write it." \
                 "Name another folder with --runtime-root." 69
-        fi
-        exec 9<>"$bx_lock"
-        if ! lock_within "$bx_lock_wait"; then
-            bx_line=
-            { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
-            bx_lock_made=
-            fail lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free" \
-                "Another installation is running: try again, or wait longer with --lock-wait." 75
-        fi
-        # shellcheck disable=SC3013  # dash, bash and BusyBox all know -ef
-        if [ "/proc/$$/fd/9" -ef "$bx_lock" ] || [ "$bx_tries" -gt 5 ]; then break; fi
+        }
     done
     printf '%-20s\n' "$$" >&9
 }
@@ -709,124 +704,146 @@ take_lock() {
 # util-linux waits by itself; BusyBox only tries.
 lock_within() {
     flock -n 9 2>/dev/null && return 0
-    case $(flock --help 2>&1) in
-        *-w*) flock -w "$1" 9 ;;
-        *)
-            bx_waited=0
-            until flock -n 9; do
-                [ "$bx_waited" -lt "$1" ] || return 1
-                bx_waited=$((bx_waited + 1))
-                sleep 1
-            done
-            ;;
-    esac
-}
-
-# sum_of FILE: its sha256.
-sum_of() {
-    bx_line=$(sha256sum <"$1") && printf '%s' "${bx_line%% *}"
-}
-
-publish() {
-    [ -r "$bx_interpreter" ] || fail no-python "found no $bx_interpreter, needed is an interpreter" "Push one." 69
-    # Whoever owned these stages held a lock that is now free: they are dead.
-    for bx_dir in "$bx_root/.stage-$bx_short-"*; do
-        [ ! -e "$bx_dir" ] || ignore rm -rf "$bx_dir"
+    case $(flock --help 2>&1) in *-w*) flock -w "$1" 9 && return 0 || return 1 ;; esac
+    bx_waited=0
+    until flock -n 9; do
+        [ "$bx_waited" -lt "$1" ] || return 1
+        bx_waited=$((bx_waited + 1))
+        sleep 1
     done
+}
+
+lock_timeout() {
+    bx_line='' bx_lock_made='' bx_ground=''
+    { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
+    fail lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free." \
+        "Another installation is running: try again, or wait longer with --lock-wait." 75
+}
+
+# sweep: a stage whose digest's lock is free belongs to nobody alive. Ours is held by us.
+sweep() {
+    for bx_dir in "$bx_root"/.stage-*; do
+        [ -d "$bx_dir" ] || continue
+        bx_line=${bx_dir##*/.stage-}
+        bx_line=${bx_line%%-*}
+        if [ "$bx_line" = "$bx_short" ]; then ignore rm -rf "$bx_dir"; else
+            ignore flock -n "$bx_root/.lock-$bx_line" rm -rf "$bx_dir"
+        fi
+    done
+}
+
+# sum_of FILE: print its sha256.
+sum_of() { bx_line=$(sha256sum <"$1") && printf '%s' "${bx_line%% *}"; }
+
+# check_digest: the runtime's name is made of the digests of all that was pushed, this archive included.
+check_digest() {
+    bx_archive_sum=$(sum_of "$bx_archive" 2>&1)
+    bx_line=$(printf '%s\n' boxstrap-runtime-1 "$bx_interpreter_sum" "${bx_payload_sum:--}" "$bx_arch" "$bx_archive_sum" |
+        sha256sum)
+    [ "${bx_line%% *}" = "$bx_digest" ] || corrupt "$bx_archive with what it installs" "${bx_line%% *}" "$bx_digest"
+}
+
+# stage: the interpreter, checked, unpacked and run; the payload's sha256 meanwhile.
+stage() {
     step stage
     bx_stage=$bx_root/.stage-$bx_short-$$
-    bx_text=$(mkdir "$bx_stage" "$bx_stage/python" 2>&1) || install_failed "$bx_text"
+    bx_text=$(mkdir "$bx_stage" "$bx_stage/python" 2>&1) || unpack_failed "$bx_text"
     if [ -n "$bx_payload" ]; then
-        sum_of "$bx_payload" >"$bx_stage/payload.sha256" 2>/dev/null 9>&- &
+        sum_of "$bx_payload" 2>/dev/null >"$bx_stage/payload.sha256" 9>&- &
         bx_summing=$!
     fi
     bx_sum=$(sum_of "$bx_interpreter" 2>&1)
     [ "$bx_sum" = "$bx_interpreter_sum" ] || corrupt "$bx_interpreter" "$bx_sum" "$bx_interpreter_sum"
     step unpack
-    bx_text=$({ gzip -dc <"$bx_interpreter" | tar -xof - -C "$bx_stage/python"; } 2>&1) || install_failed "$bx_text"
+    bx_text=$({ gzip -dc <"$bx_interpreter" | tar -xof - -C "$bx_stage/python"; } 2>&1) || unpack_failed "$bx_text"
     step trial
-    bx_python=$bx_stage/python/bin/python3
-    bx_text=$( (scrub && within 60 "$bx_python" -I -c 'import ssl, zlib, ctypes, hashlib, socket') 2>&1) || trial_failed "$bx_text"
+    bx_staged=$bx_stage/python/bin/python3
+    bx_text=$( (scrub && within 60 "$bx_staged" -I -c 'import ssl, zlib, ctypes, hashlib, socket') 2>&1) ||
+        trial_failed "$bx_text"
     mark interpreter
     if [ -n "$bx_payload" ]; then
         wait "$bx_summing"
-        read -r bx_sum <"$bx_stage/payload.sha256" || :
+        bx_sum=''
+        ignore read -r bx_sum <"$bx_stage/payload.sha256"
         [ "$bx_sum" = "$bx_payload_sum" ] || corrupt "$bx_payload" "$bx_sum" "$bx_payload_sum"
         rm -f "$bx_stage/payload.sha256"
+        mark payload
     fi
+}
+
+# publish: Python fills the stage, proves it, and gives it its final name. It is not exec'd: whatever ends it, someone is
+# left to put the box back.
+publish() {
     step hand-over
     add_each --url "$bx_deferred" && bx_lists=$bx_each
     add_each --smoke "$bx_smoke" && bx_lists="$bx_lists $bx_each"
-    # Not by exec: whatever ends this Python, someone is left to put the box back.
     # shellcheck disable=SC2086  # lists of checked words
-    (become_python bootstrap "$bx_python" "$bx_archive/site-packages" install --pid $$ ${bx_json:+--json} \
-        --root "$bx_root" --digest "$bx_digest" --archive "$bx_archive" --arch "$bx_arch" \
+    (become_python bootstrap "$bx_staged" "$bx_archive/site-packages" install --pid $$ ${bx_json:+--json} \
+        --root "$bx_root" --digest "$bx_digest" --archive "$bx_archive" --archive-sha256 "$bx_archive_sum" --arch "$bx_arch" \
         --interpreter-sha256 "$bx_interpreter_sum" ${bx_payload:+--payload "$bx_payload"} \
         ${bx_payload:+--payload-sha256 "$bx_payload_sum"} --report "$bx_report" --marks "$bx_marks" $bx_lists)
     bx_status=$?
     set +f
-    if [ "$bx_status" -eq 0 ]; then
-        # After a repair the old tree is here.
-        ignore rm -rf "$bx_stage"
-        exit 0
-    fi
-    undo
     case $bx_status in
-        69 | 70 | 73 | 75) exit "$bx_status" ;;
-        *) fail smoke-failed "found that the staged interpreter ended with status $bx_status while installing" \
+        0)
+            # After a repair the damaged tree is here.
+            ignore rm -rf "$bx_stage"
+            exit 0
+            ;;
+        69 | 70 | 73 | 75) undo && exit "$bx_status" ;;
+        *) fail smoke-failed "found that the staged interpreter ended with status $bx_status while installing." \
             "Look at the lines above; when it was killed, give the box more memory." 73 ;;
     esac
 }
 
 corrupt() {
-    fail upload-corrupt "found sha256 ${2:-none} of $1, needed ${3:-one to compare with}" "Push the file again." 73
+    fail upload-corrupt "found sha256 ${2:-none} of $1, needed ${3:-one to compare with}." "Push the file again." 73
 }
 
-install_failed() {
+unpack_failed() {
     first_line "$1"
     case $1 in
         *'No space left'* | *'quota exceeded'*)
-            fail no-space "found no space left in $bx_root, needed is room for the runtime" \
+            fail no-space "found no space left in $bx_root, needed is room for the runtime." \
                 "Free some space, or name another disk with --runtime-root." 73
             ;;
-        *) fail upload-corrupt "found that $bx_interpreter does not unpack (${bx_line}), needed is a packed interpreter" "Push it again." 73 ;;
+        *)
+            fail upload-corrupt "found that $bx_interpreter does not unpack ($bx_line), needed is a packed interpreter." \
+                "Push it again." 73
+            ;;
     esac
 }
 
 # The run has decided; versions only word it.
 trial_failed() {
-    case $1 in
-        *GLIBC_2.*)
-            bx_line=2.0
-            bx_rest=$1
-            while :; do
-                case $bx_rest in *GLIBC_2.*) ;; *) break ;; esac
-                bx_rest=${bx_rest#*GLIBC_}
-                bx_text=${bx_rest%%[!0-9.]*}
-                if older "$bx_line" "$bx_text"; then bx_line=$bx_text; fi
-            done
-            fail libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line} (the interpreter asks for GLIBC_$bx_line and more may follow)" \
-                "Use an image with a newer glibc, or an interpreter that was built against an older one." 69
-            ;;
-        *)
-            first_line "$1"
-            fail smoke-failed "found that the pushed interpreter does not run here: $bx_line" \
-                "Push one that was packed for $bx_arch with glibc${bx_libc_version:+ $bx_libc_version} or older." 73
-            ;;
+    first_line "$1"
+    case $1 in *GLIBC_2.*) ;; *)
+        fail smoke-failed "found that the pushed interpreter does not run here: ${bx_line:-it said nothing}." \
+            "Push one that was packed for $bx_arch with glibc${bx_libc_version:+ $bx_libc_version} or older." 73
+        ;;
     esac
+    bx_line=2.0
+    bx_words=$1
+    while [ "$bx_words" != "${bx_words#*GLIBC_2.}" ]; do
+        bx_words=${bx_words#*GLIBC_2.}
+        bx_text=2.${bx_words%%[!0-9]*}
+        if older "$bx_line" "$bx_text"; then bx_line=$bx_text; fi
+    done
+    fail libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line}: the interpreter \
+does not start without GLIBC_$bx_line." "Use an image with a newer glibc, or an interpreter built against an older one." 69
 }
 
-# undo: the box as it was before `install` (what was published stays).
+# undo: the box as it was before `install`; what was published stays.
 undo() {
+    [ -z "${bx_summing-}" ] || ignore wait "$bx_summing"
     [ -z "${bx_stage-}" ] || ignore rm -rf "$bx_stage"
     [ -n "${bx_ground-}" ] || return 0
-    [ -z "${bx_lock_made-}" ] || ignore rm -f "$bx_lock"
+    [ -z "${bx_lock_made-}" ] || is_published "$bx_final" || ignore rm -f "$bx_lock"
     bx_dir=$bx_root
     while [ "$bx_dir" != "$bx_ground" ] && rmdir "$bx_dir" 2>/dev/null; do
         bx_dir=${bx_dir%/*}
-        bx_dir=${bx_dir:-/}
     done
-    [ -z "$bx_stamp" ] || ignore touch -d "$bx_stamp" "$bx_ground"
+    [ "$bx_dir" != "$bx_ground" ] || restamp "$bx_ground"
 }
 
 main "$@"; exit $?

@@ -8,6 +8,7 @@ as a power cut would, so that nobody is left to tidy up.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -31,19 +32,10 @@ class Clock:
     def __init__(self, marks: str = "") -> None:
         """Read the prelude's marks: `phase:uptime` pairs with commas, each saying when its phase ended."""
         self.seconds: dict[str, float] = {}
-        self._began = time.monotonic()
-        earlier: float | None = None
-        first: float | None = None
-        for mark in filter(None, marks.split(",")):
-            name, _, text = mark.partition(":")
-            now = float(text)
-            if earlier is not None and name != "probe":
-                self.seconds[name] = round(self.seconds.get(name, 0.0) + now - earlier, 3)
-            if name != "probe":
-                earlier = now
-                first = now if first is None else first
-        if earlier is not None and first is not None:
-            self._began -= earlier - first
+        ends = [(name, float(text)) for name, _, text in (mark.partition(":") for mark in marks.split(",") if mark)]
+        for (_, earlier), (name, end) in itertools.pairwise(ends):
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + end - earlier, 3)
+        self._began = time.monotonic() - (ends[-1][1] - ends[0][1] if ends else 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
