@@ -92,8 +92,8 @@ def show_result(console: Console, result: Result) -> None:
 def _show_receipt(console: Console, receipt: Receipt) -> None:
     console.print(
         Text(
-            f"receipt    exit code {receipt.exit_code}, signal {receipt.signal}, cleanup_confirmed {receipt.cleanup_confirmed}, "
-            f"{len(receipt.survivors)} survivors, {receipt.reaped} reaped, "
+            f"receipt    exit code {receipt.exit_code}, signal {receipt.signal}, "
+            f"cleanup_confirmed {receipt.cleanup_confirmed}, {len(receipt.survivors)} survivors, {receipt.reaped} reaped, "
             f"peak {receipt.peak_rss_bytes / 2**20:.0f} MiB, {receipt.cpu_seconds:.2f} CPU seconds, "
             f"oom_killed {receipt.oom_killed}, supervisor_lost {receipt.supervisor_lost}"
         ),
