@@ -20,18 +20,21 @@ _OURS = "call_turn_"
 _AGENTS = ("prefill_", "codeact_inline_")
 """How the ids of tool calls begin that an agent made up and put into the conversation itself."""
 
+# The fields of nemo-gym 0.7.0's NeMoGymChatCompletionCreateParamsNonStreaming and NeMoGymResponseCreateParamsNonStreaming.
 _CHAT_KEYS = frozenset(
     """
-    messages model audio frequency_penalty logit_bias logprobs max_completion_tokens max_tokens metadata modalities n
-    parallel_tool_calls prediction presence_penalty reasoning_effort response_format seed service_tier stop store stream
-    stream_options temperature tool_choice tools top_logprobs top_p user web_search_options
+    messages model audio frequency_penalty logit_bias logprobs max_completion_tokens max_tokens metadata moderation
+    modalities n parallel_tool_calls prediction presence_penalty prompt_cache_key prompt_cache_retention reasoning_effort
+    response_format seed safety_identifier service_tier stop store stream_options temperature tool_choice tools
+    top_logprobs top_p user verbosity web_search_options stream chat_template_kwargs thinking output_config
     """.split()  # noqa: SIM905 (thirty quoted names read worse)
 )
 _RESPONSES_KEYS = frozenset(
     """
     background include input instructions max_output_tokens max_tool_calls metadata model parallel_tool_calls
-    previous_response_id prompt reasoning service_tier store stream temperature text tool_choice tools top_logprobs top_p
-    truncation user
+    previous_response_id prompt reasoning service_tier store context_management conversation moderation prompt_cache_key
+    prompt_cache_retention safety_identifier stream_options temperature text tool_choice tools top_logprobs top_p
+    truncation user stream
     """.split()  # noqa: SIM905 (thirty quoted names read worse)
 )
 _ITEM_NEEDS = {
@@ -182,6 +185,8 @@ def strict_objection(dialect: str, body: Body) -> str:
     unknown = set(body) - (_RESPONSES_KEYS if dialect == "responses" else _CHAT_KEYS)
     if unknown:
         return f"extra inputs are not permitted: {', '.join(sorted(unknown))}"
+    if body.get("stream"):
+        return "stream: input should be false"
     messages = body.get("input" if dialect == "responses" else "messages")
     if not isinstance(messages, list) or not messages:
         return "" if isinstance(messages, str) and dialect == "responses" else "no messages"

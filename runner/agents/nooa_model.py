@@ -3,8 +3,9 @@
 """NOOA's model clients over httpx: the Responses and the Chat Completions dialect, as NOOA's own clients speak them.
 
 Bodies, message formats and tool schemas are those of NOOA's stock clients (which these derive from, so that NOOA picks the
-same formatter), but for two fields that NeMo Gym's request schemas refuse: cache_control and prompt_cache_key. litellm, which
-the stock clients need, is never touched. They refuse to retry: that is done in one place, model_endpoint.py.
+same formatter), but for two fields: cache_control, which NeMo Gym refuses and OpenAI rejects, and prompt_cache_key, which NOOA
+makes up per run and older Gyms refuse. litellm, which the stock clients need, is never touched. They refuse to retry: that
+is done in one place, model_endpoint.py.
 """
 
 from __future__ import annotations
