@@ -8,7 +8,10 @@ import asyncio
 import contextlib
 import http.client
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import docker
 import docker.errors
+import docker.tls
 import pytest
 from containers import Box, Containers
 
@@ -73,6 +77,7 @@ async def test_a_container_that_goes_is_lost_at_once(box: Box, verb: str, tmp_pa
         assert (await sandbox.exec("true")).return_code == 0
 
 
+@pytest.mark.usefixtures("engine")
 async def test_a_name_that_is_no_container_is_lost() -> None:
     """The message says what was looked for."""
     result = await DockerSandbox("boxstrap-no-such-container").exec("true")
@@ -213,21 +218,44 @@ async def test_one_sandbox_serves_several_event_loops(box: Box) -> None:
     assert result.stdout == "again\n"
 
 
-@pytest.fixture
-def tcp(engine: docker.DockerClient) -> Iterator[Callable[[], docker.DockerClient]]:
-    """A client that reaches the engine over loopback TCP, as a remote one would be."""
+@pytest.fixture(params=["tcp", "tls"])
+def remote(
+    engine: docker.DockerClient, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[docker.DockerClient]:
+    """A client that reaches the engine over loopback TCP, plain or with TLS, as a remote one is reached."""
     del engine
-    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
-        threading.Thread(target=_relay, args=(server,), daemon=True).start()
-        host = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        yield lambda: stack.enter_context(contextlib.closing(docker.DockerClient(base_url=host, timeout=20)))
+    context, tls = None, None
+    if request.param == "tls":
+        for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests prefers them to the client's own
+            monkeypatch.delenv(name, raising=False)
+        context, tls = _certified(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_relay, args=(server, context), daemon=True).start()
+        client = docker.DockerClient(base_url=f"tcp://127.0.0.1:{server.getsockname()[1]}", tls=tls or False, timeout=20)
+        yield client
+        client.close()
         server.shutdown(socket.SHUT_RDWR)
 
 
-def _relay(server: socket.socket) -> None:
+def _certified(folder: Path) -> tuple[ssl.SSLContext, docker.tls.TLSConfig]:
+    """Make a certificate for loopback, for the server's side and the client's."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=engine"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*made, *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, docker.tls.TLSConfig(ca_cert=str(certificate), verify=True)
+
+
+def _relay(server: socket.socket, context: ssl.SSLContext | None) -> None:
+    """Carry each connection to the engine's socket, both ways, until the server is shut down."""
     while True:
         try:
             near, _ = server.accept()
+            near = context.wrap_socket(near, server_side=True) if context else near
         except OSError:
             return
         far = socket.socket(socket.AF_UNIX)
@@ -243,14 +271,19 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-async def test_an_engine_over_tcp_serves_as_well(box: Box, tcp: Callable[[], docker.DockerClient], tmp_path: Path) -> None:
-    """Exec, input and output travel over TCP too."""
-    sandbox = DockerSandbox(box.name, client=tcp())
-    assert (await sandbox.exec("echo out; exit 5")).return_code == 5
-    (tmp_path / "sent").write_bytes(os.urandom(3_000_000))
-    await sandbox.upload(tmp_path / "sent", "/var/new/file")
-    await sandbox.download("/var/new/file", tmp_path / "back")
-    assert (tmp_path / "back").read_bytes() == (tmp_path / "sent").read_bytes()
+async def test_a_remote_engine_serves_as_well(box: Box, remote: docker.DockerClient, tmp_path: Path) -> None:
+    """Exec, input and output travel over TCP and TLS too, several at once, and the bound holds."""
+    sandbox = DockerSandbox(box.name, client=remote)
+    codes = await asyncio.gather(*(sandbox.exec(f"echo {n}; exit {n}") for n in range(6)))
+    assert [(one.stdout, one.return_code) for one in codes] == [(f"{n}\n", n) for n in range(6)]
+    for size in (0, 3_000_000):
+        (tmp_path / "sent").write_bytes(os.urandom(size))
+        await sandbox.upload(tmp_path / "sent", "/var/new/file")
+        await sandbox.download("/var/new/file", tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == (tmp_path / "sent").read_bytes()
+    begun = time.monotonic()
+    assert (await sandbox.exec("sleep 60", timeout_s=1)).error_type == "timeout"
+    assert time.monotonic() - begun < NOTICED_S
 
 
 def test_facts_say_whether_loopback_is_the_hosts(container: Containers) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -93,8 +94,11 @@ class ExecStream:
         raw: Any = getattr(connection, "_sock", connection)
         self.plain = type(raw) is socket.socket
         self._socket = cast("_Recv", raw)
-        raw.settimeout(0 if self.plain else self._POLL_S)
-        self._ahead = self._read_ahead() if self.plain else b""
+        self._turn = threading.Lock()  # OpenSSL does not read and write one connection from two threads
+        raw.settimeout(0)
+        self._ahead = self._read_ahead()
+        if not self.plain:
+            raw.settimeout(CALL_TIMEOUT_S)
 
     @classmethod
     async def start(cls, client: docker.DockerClient, exec_id: str) -> ExecStream:
@@ -148,17 +152,29 @@ class ExecStream:
         if self.plain:
             return await asyncio.get_running_loop().sock_recv(cast("socket.socket", self._socket), _CHUNK)
         while True:
-            try:
-                return await in_thread(self._socket.recv, _CHUNK)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                return await in_thread(self._recv_soon)
+
+    def _recv_soon(self) -> bytes:
+        raw: Any = self._socket
+        if not getattr(raw, "pending", int)():
+            ready = select.poll()
+            ready.register(raw, select.POLLIN)
+            if not ready.poll(self._POLL_S * 1000):
+                raise TimeoutError
+        with self._turn:
+            return self._socket.recv(_CHUNK)
+
+    def _send_all(self, data: bytes) -> None:
+        with self._turn:
+            self._socket.sendall(data)
 
     async def send(self, data: bytes) -> None:
         """Write to the command's standard input."""
         if self.plain:
             await asyncio.get_running_loop().sock_sendall(cast("socket.socket", self._socket), data)
         else:
-            await in_thread(self._socket.sendall, data)
+            await in_thread(self._send_all, data)
 
     def end_input(self) -> None:
         """Let the command read end of file; on a connection that is not plain the command must know where to stop."""
