@@ -121,6 +121,8 @@ def test_driver_accounts_for_every_model_call(start: Start, model: ScriptedModel
     for call, sent in zip(calls, model.calls, strict=True):
         assert (sent.path, sent.headers["x-session-id"]) == (path, "s-1")
         assert call["request"] == sent.body
+        assert isinstance(sent.body, dict)
+        assert not {"cache_control", "prompt_cache_key"} & set(sent.body)
     assert model.calls[-1].headers["cookie"].startswith("policy=")
 
 

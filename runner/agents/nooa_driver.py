@@ -250,17 +250,9 @@ def reasoning_in(response: object) -> Iterator[str]:
             yield str(text)
 
 
-def _undo_locale_coercion(environ: os._Environ[str]) -> None:
-    """Take back the LC_CTYPE that Python gave itself when the task has none: its shells must not see it."""
-    with open("/proc/self/environ", "rb") as file:
-        if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
-            environ.pop("LC_CTYPE", None)
-
-
 def main() -> NoReturn:
     """Run the request of the session folder that the environment names. Never returns."""
     restore_task_variables(os.environ)
-    _undo_locale_coercion(os.environ)
     try:
         events = EventWriter.from_environment(os.environ)
     except (ValueError, OSError) as error:

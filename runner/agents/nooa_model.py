@@ -114,6 +114,8 @@ class ChatModel(_Client, CompletionClient):  # type: ignore[misc] # NOOA is not 
         body: dict[str, Any] = {"model": self.model, "messages": without_cache_control(messages)}
         for message in body["messages"]:
             message.pop("reasoning_items", None)
+            if message.get("content", "") is None:
+                del message["content"]  # as the stock client's litellm does
         if tools:
             body["tools"] = [self._convert_tool_to_schema(tool) for tool in tools]
             body |= {"tool_choice": more.get("tool_choice") or "auto", "parallel_tool_calls": False}
