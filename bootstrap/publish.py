@@ -7,10 +7,12 @@ It refuses to change a published tree in place: a damaged one is exchanged as a 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Callable
 
 from boxstrap.bootstrap.steps import step
 
@@ -38,7 +40,7 @@ def publish(stage: str, final: str) -> str:
     except OSError as error:
         if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
             raise
-        _replace(stage, final)
+        replace(stage, final)
         state = "repaired"
     step("published")
     sync_folder(os.path.dirname(final))
@@ -54,24 +56,6 @@ def sync_folder(path: str) -> None:
         os.close(handle)
 
 
-def _replace(stage: str, final: str) -> None:
-    if exchange(stage, final):
-        return
-    aside = f"{stage}-old"
-    try:
-        # No exchange on this file system: between these two a reader finds nothing, and never a half.
-        os.rename(final, aside)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        # A folder of an image's lower layer cannot be renamed at all. Without its manifest it is not published.
-        os.unlink(f"{final}/manifest.json") if os.path.lexists(f"{final}/manifest.json") else None
-        shutil.rmtree(final)
-    step("replace")
-    os.rename(stage, final)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def exchange(one: str, other: str) -> bool:
     """Swap two names at once with renameat2(2); false where the kernel or the file system cannot."""
     number = _RENAMEAT2.get(os.uname().machine)
@@ -81,3 +65,23 @@ def exchange(one: str, other: str) -> bool:
     names = (ctypes.c_char_p(os.fsencode(one)), ctypes.c_char_p(os.fsencode(other)))
     arguments = (ctypes.c_long(number), _AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
     return bool(libc.syscall(*arguments) == 0)
+
+
+def replace(stage: str, final: str, *, exchange: Callable[[str, str], bool] = exchange) -> None:
+    """Put the stage in place of a damaged tree, by the best way that the file system knows."""
+    if exchange(stage, final):
+        return
+    aside = f"{stage}-old"
+    try:
+        # No exchange here: between these two renames a reader finds nothing, and never a half.
+        os.rename(final, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        # A folder from an image's lower layer cannot be renamed at all. Without its manifest it is not published.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{final}/manifest.json")
+        shutil.rmtree(final)
+    step("replace")
+    os.rename(stage, final)
+    shutil.rmtree(aside, ignore_errors=True)

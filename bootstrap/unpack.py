@@ -84,18 +84,23 @@ def _unsafe(member: tarfile.TarInfo, record: Record, folders: set[str]) -> str:
     parts = name.split("/")
     if member.name.startswith("/"):
         return "an absolute name"
-    if ".." in parts or "\0" in name:
+    if ".." in parts:
         return "a name with '..'"
-    if name in record.links or name in record.files:
-        return "a name that was there before"
-    if any("/".join(parts[:end]) in record.links or "/".join(parts[:end]) in record.files for end in range(1, len(parts))):
+    if not name and not member.isdir():
+        return "no name"
+    above = ("/".join(parts[:end]) for end in range(1, len(parts)))
+    if any(parent in record.links or parent in record.files for parent in above):
         return "a name that passes through a link or a file"
+    if name in record.links or name in record.files or (name in folders and not member.isdir()):
+        return "a name that was there before"
+    return _unsafe_kind(member, name, record)
+
+
+def _unsafe_kind(member: tarfile.TarInfo, name: str, record: Record) -> str:
     if member.issym():
         return "a link that leads out" if leads_out(name, member.linkname) else ""
     if member.islnk():
         return "" if _name(member.linkname) in record.files else "a hard link to what is not in the tree"
-    if name in folders and not member.isdir():
-        return "a name that was a folder before"
     return "" if member.isreg() or member.isdir() else "neither a file, a folder nor a link"
 
 
