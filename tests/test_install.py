@@ -112,7 +112,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real archive and the real interpreter, once for all tests."""
     folder = tmp_path_factory.mktemp("pushed")
     shutil.copy(artifacts.archive().path, folder / "boxstrap.pyz")
-    shutil.copy(artifacts.interpreter(arch=artifacts.host_arch()).path, folder / "python.tar.gz")
+    shutil.copy(artifacts.interpreter(arch=os.uname().machine).path, folder / "python.tar.gz")
     return folder
 
 
