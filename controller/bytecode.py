@@ -25,10 +25,17 @@ root = sys.argv[1]
 mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
 for name in sys.stdin.read().split("\\0"):
     try:
-        py_compile.compile(os.path.join(root, name), dfile=name, doraise=True, invalidation_mode=mode, quiet=2)
+        path = os.path.join(root, name)
+        folder, _, file = path.rpartition("/")
+        cache = f"{folder}/__pycache__/{file[:-3]}.{sys.implementation.cache_tag}.pyc"
+        py_compile.compile(path, cache, name, doraise=True, invalidation_mode=mode, quiet=2)
     except (py_compile.PyCompileError, ValueError) as error:
         print(name, file=sys.stderr)
 """
+
+
+_ALONE = ("-S", "-s", "-P", "-B", "-W", "ignore", "-X", "pycache_prefix=/nonexistent")
+"""No site, and no bytecode for the compiler's own imports: whether they came from a .pyc shows in what marshal writes."""
 
 
 def compile_tree(tree: Path, python: Path) -> list[str]:
@@ -49,7 +56,7 @@ def compile_tree(tree: Path, python: Path) -> list[str]:
 
 def _compile(tree: Path, python: Path, names: list[str]) -> list[str]:
     done = subprocess.run(
-        [str(python), "-s", "-P", "-W", "ignore", "-c", _COMPILE, str(tree)],
+        [str(python), *_ALONE, "-c", _COMPILE, str(tree)],
         input="\0".join(names),
         env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PATH": os.defpath},
         capture_output=True,

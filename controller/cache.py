@@ -81,7 +81,7 @@ class Cache:
         folder = self.folder(kind, key)
         try:
             about = json.loads((folder / "about.json").read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
             about = {}
@@ -116,13 +116,15 @@ class Cache:
                 f".stage-{folder.name}"
             )  # ours alone: we hold the lock, so what is there is a dead builder's
             shutil.rmtree(stage, ignore_errors=True)
-            stage.mkdir(parents=True)
             try:
+                stage.mkdir(parents=True)
                 facts = dict(build(stage / name))
                 about = {"key": key, "sha256": sha256_of(stage / name), "facts": facts}
                 (stage / "about.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
                 shutil.rmtree(folder, ignore_errors=True)
                 stage.rename(folder)
+            except OSError as error:
+                raise self._unwritable(error) from error
             finally:
                 shutil.rmtree(stage, ignore_errors=True)
         self._sweep(folder.parent)
@@ -147,14 +149,18 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ArtifactError(
-                f"The cache {self.root} cannot be written: {error.strerror}.", remedy="Set XDG_CACHE_HOME to a folder that can."
-            ) from error
+            raise self._unwritable(error) from error
         try:
             self._wait_for(handle, path)
             yield
         finally:
             os.close(handle)
+
+    def _unwritable(self, error: OSError) -> ArtifactError:
+        return ArtifactError(
+            f"The cache {self.root} cannot be written: {error.strerror or error}.",
+            remedy="Make room there, or set XDG_CACHE_HOME to another folder.",
+        )
 
     def _wait_for(self, handle: int, path: Path) -> None:
         until = time.monotonic() + LOCK_WAIT_S

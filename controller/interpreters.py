@@ -24,6 +24,8 @@ MINORS = ("3.13", "3.12")
 """What an agent may need: nooa says >=3.12,<3.14. The newest first."""
 MODULES = ("ssl", "sqlite3", "ctypes", "lzma", "bz2", "zlib", "hashlib", "uuid")
 """What an interpreter must import to be of use in a box."""
+WHEEL_LIBRARIES = ("libgcc_s.so.1", "libstdc++.so.6")
+"""What wheels expect of any system, and images with nothing but glibc do not have."""
 PROBE_TIMEOUT_S = 20.0
 
 _PROBE = """
@@ -37,7 +39,7 @@ for name in sys.argv[1].split(","):
 extra = {}
 if "ctypes" not in missing:
     import ctypes
-    for name in ("libgcc_s.so.1", "libstdc++.so.6"):
+    for name in sys.argv[2].split(","):
         try:
             ctypes.CDLL(name)
         except OSError:
@@ -112,7 +114,7 @@ def examine(path: Path) -> Candidate | str:
     """
     try:
         done = subprocess.run(
-            [str(path), "-I", "-c", _PROBE, ",".join(MODULES)],
+            [str(path), "-I", "-c", _PROBE, ",".join(MODULES), ",".join(WHEEL_LIBRARIES)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

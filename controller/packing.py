@@ -19,7 +19,7 @@ from pathlib import Path
 
 from boxstrap.controller import bytecode, elf, tarball
 from boxstrap.controller.errors import ArtifactError
-from boxstrap.controller.interpreters import MINORS, MODULES, Candidate, wanted_extension
+from boxstrap.controller.interpreters import MINORS, MODULES, WHEEL_LIBRARIES, Candidate, wanted_extension
 
 _UNWANTED_FOLDERS = {"test", "tests", "idlelib", "turtledemo", "tkinter", "ensurepip", "lib2to3", "pydoc_data", "__phello__"}
 _UNWANTED_FOLDERS |= {"site-packages", "dist-packages", "__pycache__"}
@@ -102,8 +102,8 @@ def _version_of(standard: Path) -> str:
 
 def _needed_inside(library: Path, files: list[Path]) -> tuple[tuple[str, Path], ...]:
     """Follow what the files need, inside one library folder: soname -> file."""
-    found: dict[str, Path] = {}
-    queue = list(files)
+    found = {name: (library / name).resolve() for name in WHEEL_LIBRARIES if (library / name).is_file()}
+    queue = [*files, *found.values()]
     while queue:
         for name in elf.read(queue.pop()).needed:
             if name not in found and not elf.GLIBC_LIBRARIES.fullmatch(name) and (library / name).is_file():
