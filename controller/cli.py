@@ -141,12 +141,12 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
 @contextlib.contextmanager
 def _sandbox(options: argparse.Namespace) -> Iterator[Sandbox]:
     if options.docker:
-        yield DockerSandbox(options.docker)
+        yield DockerSandbox(options.docker, user=options.user)
     elif options.local:
         yield LocalSandbox(options.local)
     else:
         with own_container(options.image, network=options.network) as container:
-            yield DockerSandbox(container)
+            yield DockerSandbox(container, user=options.user)
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from boxstrap.controller.budgets import Budgets
 from pydantic import TypeAdapter, ValidationError
 
 from boxstrap.controller import push
+from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.collect import Collector, Gap
 from boxstrap.controller.credentials import refuse_credentials
 from boxstrap.controller.errors import (

@@ -137,7 +137,7 @@ FAULTS = [
     ("break", 1, 30.0, 2, "model_failed", "RemoteProtocolError"),
     ("garbage", 1, 30.0, 2, "model_failed", "no responses answer"),
     ("failed", 1, 30.0, 2, "model_failed", "says it failed"),
-    ("context", 4, 30.0, 10, "agent_failed", "maximum context length"),
+    ("context", 4, 30.0, 10, "gave_up", "maximum context length"),
     ("500:1", 1, 30.0, 5, "completed", "returned a result"),
     ("429=0.4:2", 2, 30.0, 6, "completed", "returned a result"),
     ("break:1", 1, 30.0, 5, "completed", "returned a result"),
@@ -195,7 +195,7 @@ def test_driver_tells_a_policy_that_fails_from_a_model_that_fails(start: Start) 
     driver = start("give-up")
     assert driver.wait() == 1
     result = driver.result
-    assert (result["status"], result["result"]["termination_reason"]) == ("agent_failed", "invalid_policy_output")
+    assert (result["status"], result["result"]["termination_reason"]) == ("gave_up", "invalid_policy_output")
     assert result["detail"].startswith("GenerationError")
     assert [message["text"] for message in driver.of("message")] == ["I cannot complete this task."] * 3
 

@@ -146,8 +146,8 @@ class Run:
             if endpoint.last_problem is not None:
                 return End(Outcome.MODEL_FAILED, endpoint.last_problem.text, {"causes": causes(error)})
             result: dict[str, object] = {"causes": causes(error)}
-            if isinstance(error, GenerationError):
-                result["termination_reason"] = "invalid_policy_output"
+            if isinstance(error, GenerationError):  # the model answered, and its answers came to nothing: gradable
+                return End(Outcome.GAVE_UP, _name(error), {**result, "termination_reason": "invalid_policy_output"})
             return End(Outcome.AGENT_FAILED, _name(error), result)
         if endpoint.last_problem is not None:
             return End(Outcome.MODEL_FAILED, f"the agent returned, but its last call failed: {endpoint.last_problem.text}")
