@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -30,9 +31,13 @@ FILE = "python.tar.gz"
 
 
 def host_arch() -> str:
-    """Name this machine's architecture as boxes do."""
+    """Name this machine's architecture as boxes do; a host that is no Linux runs no box's files, and says so by its name."""
     machine = platform.machine().lower()
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    return (
+        {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+        if sys.platform == "linux"
+        else f"{sys.platform}-{machine}"
+    )
 
 
 def find(store: Cache, arch: str, wanted: str = "") -> Entry:
@@ -60,6 +65,8 @@ def compiler(store: Cache, minor: str, folder: Path) -> Path:
     Raises:
         ArtifactError: there is none.
     """
+    if sys.implementation.name == "cpython" and minor == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return Path(sys.executable)
     for _, found in interpreters.survey():
         if isinstance(found, interpreters.Candidate) and found.minor == minor:
             return found.executable

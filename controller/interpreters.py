@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from boxstrap.controller import elf
+from boxstrap.controller.errors import ArtifactError
 
 MINORS = ("3.13", "3.12")
 """What an agent may need: nooa says >=3.12,<3.14. The newest first."""
@@ -44,12 +45,13 @@ if "ctypes" not in missing:
             ctypes.CDLL(name)
         except OSError:
             continue
-        for line in open("/proc/self/maps"):
+        for line in open("/proc/self/maps") if sys.platform == "linux" else ():
             if line.rstrip().endswith("/" + name) or ("/" + name + ".") in line:
                 extra[name] = line.split(None, 5)[5].strip()
                 break
 print(json.dumps({
     "version": platform.python_version(),
+    "platform": sys.platform,
     "implementation": sys.implementation.name,
     "abi": sys.implementation.cache_tag + (getattr(sys, "abiflags", "") or ""),
     "arch": platform.machine(),
@@ -112,6 +114,16 @@ def examine(path: Path) -> Candidate | str:
     Returns:
         The candidate, or why it is none (half a sentence).
     """
+    facts = _ask(path)
+    if isinstance(facts, str):
+        return facts
+    try:
+        return _unfit(facts) or _with_libraries(facts)
+    except ArtifactError as error:
+        return f"cannot be packed: {error}"
+
+
+def _ask(path: Path) -> dict[str, Any] | str:
     try:
         done = subprocess.run(
             [str(path), "-I", "-c", _PROBE, ",".join(MODULES), ",".join(WHEEL_LIBRARIES)],
@@ -126,20 +138,23 @@ def examine(path: Path) -> Candidate | str:
     if done.returncode != 0:
         return f"exits {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[0][:120]}"
     try:
-        facts = json.loads(done.stdout)
+        return dict(json.loads(done.stdout))
     except ValueError:
         return "prints something else than a Python would"
+
+
+def _unfit(facts: dict[str, Any]) -> str:
     version = str(facts["version"])
+    if facts["platform"] != "linux":
+        return f"is built for {facts['platform']}, needed linux"
     if version.rpartition(".")[0] not in MINORS or facts["implementation"] != "cpython":
         return f"is {facts['implementation']} {version}, needed CPython {' or '.join(MINORS)}"
     if facts["abi"].endswith(("t", "d")):
         return f"is a free-threaded or debug build ({facts['abi']})"
-    if facts["missing"]:
-        return f"cannot import {', '.join(facts['missing'])}"
-    return _with_libraries(facts, version)
+    return f"cannot import {', '.join(facts['missing'])}" if facts["missing"] else ""
 
 
-def _with_libraries(facts: dict[str, Any], version: str) -> Candidate | str:
+def _with_libraries(facts: dict[str, Any]) -> Candidate | str:
     executable, stdlib = Path(facts["executable"]), Path(facts["stdlib"])
     modules = [path for path in sorted((stdlib / "lib-dynload").glob("*.so")) if wanted_extension(path.name)]
     if "musl" in elf.read(executable).loader:
@@ -156,7 +171,7 @@ def _with_libraries(facts: dict[str, Any], version: str) -> Candidate | str:
             libraries[name] = Path(path)
     return Candidate(
         executable=executable,
-        version=version,
+        version=str(facts["version"]),
         arch=str(facts["arch"]),
         stdlib=stdlib,
         platlib=str(facts["platlib"]),

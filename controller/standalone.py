@@ -111,7 +111,7 @@ def fetch(release: Release, target: Path) -> None:
     if digest.hexdigest() != release.sha256:
         raise ArtifactError(
             f"The standalone Python has sha256 {digest.hexdigest()[:16]}…, needed {release.sha256[:16]}….",
-            remedy="Look at the mirror that PBS_INSTALLER_BASE_URL names, or at what is between it and this host.",
+            remedy="Look at the mirror (PBS_INSTALLER_BASE_URL) and the proxies on the way, or use --interpreter host.",
             code="upload-corrupt",
         )
 

@@ -19,6 +19,6 @@ def __getattr__(name: str) -> object:
     """Refuse every other exception as the package does."""
     if name.startswith("__"):
         raise AttributeError(name)
-    from litellm import NeedsFullPayload  # noqa: PLC0415  # only when it is raised
+    from . import NeedsFullPayload  # noqa: PLC0415  # only when it is raised
 
     raise NeedsFullPayload(f"litellm.exceptions.{name}")
