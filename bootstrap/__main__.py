@@ -8,15 +8,12 @@ It refuses to be called by people: its options are the prelude's, not those of `
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import defaultdict
 
-from boxstrap.bootstrap import preflight
-from boxstrap.bootstrap.clean import clean
-from boxstrap.bootstrap.install import Plan, install, reuse
-from boxstrap.bootstrap.steps import Clock
 from boxstrap.runner.wire import Answer, Code, ExitStatus, Failure, Installed, Report, to_json
 
+# Each verb imports what it needs when it needs it: a warm start pays for every module, and needs three.
+# ruff: noqa: PLC0415
 _SWITCHES = {"--json", "--reuse", "--verify"}
 UNHEALTHY = 3
 """Exit status between this and the prelude: the published runtime has to be repaired."""
@@ -56,25 +53,38 @@ def main(argv: list[str] | None = None) -> int:
         return int({"check": _check, "install": _install, "clean": _clean}[verb](options))
     except Exception as error:  # noqa: BLE001 - see below
         # Broad on purpose: --json promises one object, whatever our bug is.
+        import traceback
+
         traceback.print_exc()
         failure = Failure(code=Code.BUG, message=f"{type(error).__name__}: {error}", remedy="Report this with the lines above.")
         return _say(options, failure)
 
 
 def _check(options: Options) -> int:
-    return _report(options, preflight.finish(preflight.read_report(options["--report"]), urls=options.all("--url")))
+    return _report(options, _finished(options))
+
+
+def _finished(options: Options) -> Report:
+    from boxstrap.bootstrap import preflight
+
+    return preflight.finish(preflight.read_report(options["--report"]), urls=options.all("--url"))
 
 
 def _install(options: Options) -> int:
+    from boxstrap.bootstrap.steps import Clock
+
     clock = Clock(options["--marks"])
-    urls = options.all("--url")
-    if urls:
-        report = preflight.finish(preflight.read_report(options["--report"]), urls=urls)
+    if "--url" in options:
+        report = _finished(options)
         if report.refused:
             return _report(options, report)
     if "--reuse" in options:
+        from boxstrap.bootstrap.reuse import reuse
+
         found = reuse(options["--root"], options["--digest"], hashes="--verify" in options, clock=clock)
         return _say(options, found) if isinstance(found, Installed) else UNHEALTHY
+    from boxstrap.bootstrap.install import Plan, install
+
     plan = Plan(
         root=options["--root"],
         digest=options["--digest"],
@@ -91,6 +101,8 @@ def _install(options: Options) -> int:
 
 
 def _clean(options: Options) -> int:
+    from boxstrap.bootstrap.clean import clean
+
     return _say(options, clean(options["--root"], options["--sessions"]))
 
 
@@ -98,7 +110,9 @@ def _report(options: Options, report: Report) -> int:
     if "--json" in options:
         print(to_json(Answer(ok=not report.refused, report=report)))
     else:
-        print(preflight.table(report))
+        from boxstrap.bootstrap.preflight import table
+
+        print(table(report))
         print("this box is refused" if report.refused else "this box will do")
     return ExitStatus.REFUSED if report.refused else ExitStatus.OK
 

@@ -20,9 +20,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from boxstrap.bootstrap import manifest
+from boxstrap.bootstrap.manifest import Record
 from boxstrap.bootstrap.publish import publish, sync_folder
 from boxstrap.bootstrap.steps import Clock
-from boxstrap.bootstrap.unpack import Record, unpack
+from boxstrap.bootstrap.unpack import unpack
 from boxstrap.runner.layout import RuntimePaths, StagePaths
 from boxstrap.runner.wire import Code, Failure, Installed
 
@@ -53,16 +54,6 @@ class Plan:
     def stage(self) -> StagePaths:
         """The prelude's own, which is named for its pid."""
         return StagePaths(self.root, self.digest, self.pid)
-
-
-def reuse(root: str, digest: str, *, hashes: bool, clock: Clock) -> Installed | list[str]:
-    """Say that a published runtime is whole, or what is wrong with it."""
-    path = RuntimePaths(root, digest).path
-    with clock.phase("verify"):
-        wrong, files, size = manifest.verify(path, digest=digest, hashes=hashes)
-    if wrong:
-        return wrong
-    return Installed(v=1, state="reused", path=path, digest=digest, files=files, bytes=size, seconds=clock.total())
 
 
 def install(plan: Plan, *, clock: Clock) -> Installed | Failure:

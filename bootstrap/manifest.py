@@ -12,10 +12,22 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-
-from boxstrap.bootstrap.unpack import Record, leads_out
+from dataclasses import dataclass, field
 
 VERSION = 1
+
+
+@dataclass
+class Record:
+    """What a tree holds: per relative path a file's size, sha256 and mode, or a link's target."""
+
+    files: dict[str, tuple[int, str, int]] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """The sum of the files' sizes."""
+        return sum(size for size, _, _ in self.files.values())
 
 
 def record_tree(folder: str) -> Record:
@@ -41,6 +53,18 @@ def record_tree(folder: str) -> Record:
         else:
             raise ValueError(f"{name} is neither a file, a folder nor a link")
     return record
+
+
+def leads_out(name: str, target: str) -> bool:
+    """Tell whether a link at `name` leaves the tree. `..` may only lead, so that no chain of links can climb."""
+    if target.startswith("/"):
+        return True
+    depth = name.count("/")
+    parts = [part for part in target.split("/") if part not in {"", "."}]
+    climbs = 0
+    while climbs < len(parts) and parts[climbs] == "..":
+        climbs += 1
+    return climbs > depth or ".." in parts[climbs:]
 
 
 def _walk(folder: str) -> Iterator[os.DirEntry[str]]:

@@ -13,7 +13,7 @@ main() {
     set -u
     bx_nl='
 '
-    bx_json='' bx_help=''
+    bx_json='' bx_help='' bx_marks='' bx_stage='' bx_summing='' bx_ground='' bx_lock_made='' bx_probe=''
     for bx_value do
         case $bx_value in --json) bx_json=1 ;; --help | -h) bx_help=1 ;; esac
     done
@@ -23,7 +23,11 @@ main() {
     [ $# -eq 0 ] || shift
     [ -z "$bx_help" ] || { help "$bx_verb" && exit 0; }
     case $bx_verb in
-        check | install | clean) LC_ALL=C && export LC_ALL && parse "$@" && "$bx_verb" ;;
+        check | install | clean)
+            LC_ALL=C && export LC_ALL
+            trap 'undo; exit 75' HUP INT TERM
+            parse "$@" && "$bx_verb"
+            ;;
         run | tail | status | stop | shell | env) to_runner "$@" ;;
         help) help "${1-}" ;;
         *) usage "there is no verb '$bx_verb': check install clean run tail status stop shell env" ;;
@@ -32,7 +36,7 @@ main() {
 
 say() { [ -n "$bx_json" ] || printf '%s\n' "$*"; }
 warn() { printf 'boxstrap: %s\n' "$*" >&2; }
-usage() { fail usage "$1." "See: sh boxstrap.pyz $bx_verb --help" 64; }
+usage() { err usage "$1." "See: sh boxstrap.pyz $bx_verb --help" 64; }
 check_cmd() { command -v "$1" >/dev/null 2>&1; }
 ignore() { "$@" 2>/dev/null || :; }
 
@@ -43,10 +47,10 @@ step() { [ "${BOXSTRAP_FAULT-}" != "$1" ] || kill -9 $$; }
 now() { { read -r bx_now bx_rest </proc/uptime; } 2>/dev/null || bx_now=0; }
 
 # mark PHASE: PHASE ends now.
-mark() { now && bx_marks=${bx_marks-}${bx_marks:+,}$1:$bx_now; }
+mark() { now && bx_marks=$bx_marks${bx_marks:+,}$1:$bx_now; }
 
-# fail CODE MESSAGE REMEDY STATUS: one clear no, and the box as it was.
-fail() {
+# err CODE MESSAGE REMEDY STATUS: one clear no, and the box as it was.
+err() {
     LC_ALL=C
     if [ -n "$bx_json" ]; then
         quote "$1" && bx_text="{\"code\":$bx_quoted"
@@ -144,7 +148,10 @@ parse() {
         case $bx_flag:$bx_value in
             --agent:*[!a-z0-9-]*) usage "--agent is '$bx_value': needed are small letters, digits and '-'" ;;
             --*-sha256:*[!0-9a-f]* | --digest:*[!0-9a-f]*) usage "$bx_flag is '$bx_value', which is not lower-case hex" ;;
-            --need-mib:*[!0-9]* | --lock-wait:*[!0-9]*) usage "$bx_flag is '$bx_value', which is not a whole number" ;;
+            --need-mib:*[!0-9]* | --lock-wait:*[!0-9]* | --need-mib:??????????* | --lock-wait:??????????*)
+                usage "$bx_flag is '$bx_value', which is not a whole number of up to nine digits"
+                ;;
+            --glibc-floor:*[!0-9.]*) usage "--glibc-floor is '$bx_value', which is not like 2.35" ;;
             --glibc-floor:[0-9]*.[0-9]*) ;;
             --glibc-floor:*) usage "--glibc-floor is '$bx_value', which is not like 2.35" ;;
             --smoke:*[!A-Za-z0-9_./-]*) usage "--smoke is '$bx_value', which is no module and no path in the payload" ;;
@@ -207,14 +214,10 @@ find_loader() {
     while [ "$bx_seen" -lt 2000 ] && { IFS= read -r bx_line || [ -n "$bx_line" ]; }; do
         bx_plain=${bx_line%%/ld*.so*}
         if [ "$bx_plain" != "$bx_line" ] && [ $((bx_seen + ${#bx_plain})) -lt 2000 ]; then
-            bx_rest=${bx_line#"$bx_plain"}
-            case $bx_rest in
-                /ld-musl-x86_64.so.1*) bx_loader=ld-musl-x86_64.so.1 ;;
-                /ld-musl-*) bx_loader=${bx_rest%%.so*} && bx_loader=${bx_loader#/}.so.1 ;;
-                /ld-linux-x86-64.so.2*) bx_loader=ld-linux-x86-64.so.2 ;;
-                /ld-linux-aarch64.so.1*) bx_loader=ld-linux-aarch64.so.1 ;;
-                *) bx_loader=${bx_rest%%.so*} && bx_loader=${bx_loader#/}.so ;;
-            esac
+            bx_rest=${bx_line#"$bx_plain"/}
+            bx_loader=${bx_rest%%.so*}.so
+            bx_rest=${bx_rest#*.so}
+            case $bx_rest in .[0-9]*) bx_loader=$bx_loader${bx_rest%"${bx_rest#??}"} ;; esac
             return 0
         fi
         bx_seen=$((bx_seen + ${#bx_line} + 1))
@@ -341,15 +344,13 @@ check_libc() {
 
 # A tool that is missing refuses the box where this way needs it, and is a warning where it does not.
 check_tools() {
-    bx_hard='tar gzip sha256sum flock mkdir rm chmod'
-    [ "$bx_way" != published ] || bx_hard=
     for bx_tool in bash tar gzip sha256sum flock tee mv mkdir rm chmod; do
-        case $bx_tool in
-            bash) bx_status=fail && bx_why="the agent's shell" ;;
-            tee | mv) bx_status=warn && bx_why="task scripts" ;;
+        case $bx_tool:$bx_way in
+            bash:*) bx_status=fail && bx_why="the agent's shell" ;;
+            tee:* | mv:*) bx_status=warn && bx_why="task scripts" ;;
+            *:published) bx_status=warn && bx_why="installing a runtime" ;;
             *) bx_status=fail && bx_why="installing a runtime" ;;
         esac
-        case " $bx_hard bash tee mv " in *" $bx_tool "*) ;; *) bx_status=warn ;; esac
         if ! check_cmd "$bx_tool"; then
             add missing-tool "$bx_status" "no $bx_tool" "$bx_tool, for $bx_why" "Add $bx_tool to the image."
             [ "$bx_status" = warn ] || case $bx_tool in mkdir | rm | chmod) bx_may_write= ;; esac
@@ -424,7 +425,7 @@ write_probe() {
     mkdir "$bx_probe" && printf '#!/bin/sh\nexit 0\n' >"$bx_probe/run" && chmod 700 "$bx_probe/run"
 }
 
-unprobe() { rm -rf "$bx_probe" && restamp "$bx_nearest"; }
+unprobe() { rm -rf "$bx_probe" && bx_probe='' && restamp "$bx_nearest"; }
 
 # stamp FOLDER, restamp FOLDER: note its time of change, and give it back. BusyBox reads no fractions.
 stamp() { bx_stamp=$(stat -c '%Y %y' "$1" 2>/dev/null); }
@@ -572,7 +573,7 @@ add_each() {
 
 clean() {
     find_runtime "$bx_root"/* || if [ -e "$bx_root" ] || [ -e "$bx_sessions" ]; then
-        fail runtime-missing "found no runtime under $bx_root, needed is one to look after its sessions." \
+        err runtime-missing "found no runtime under $bx_root, needed is one to look after its sessions." \
             "Name its folder with --runtime-root, or remove $bx_root and $bx_sessions by hand." 69
     else
         say "nothing to remove"
@@ -603,7 +604,7 @@ to_runner() {
     done
     if [ -z "$bx_root$bx_agent" ]; then find_runtime /opt/nemo-gym-*/*
     else find_runtime "${bx_root:-/opt/nemo-gym-$bx_agent}"/*; fi ||
-        fail runtime-missing "found no runtime${bx_root:+ under $bx_root}, needed is one to run '$bx_verb' with." \
+        err runtime-missing "found no runtime${bx_root:+ under $bx_root}, needed is one to run '$bx_verb' with." \
             "Install one first, or name its folder with --runtime-root." 69
     become_python runner "$bx_runtime/python/bin/python3" "$bx_runtime/app" "$bx_verb" "$@"
 }
@@ -644,14 +645,13 @@ install() {
         write_report
         mark check
         reuse
-        [ -n "$bx_interpreter" ] || fail runtime-missing "found $bx_final damaged, needed a whole runtime." \
+        [ -n "$bx_interpreter" ] || err runtime-missing "found $bx_final damaged, needed a whole runtime." \
             "Push the interpreter and the payload, and install again to repair it." 69
     fi
     examine payload
     [ "$bx_refused" = false ] || answer_report
     write_report
     mark check
-    trap 'undo; exit 75' HUP INT TERM
     check_digest
     take_lock
     mark lock
@@ -694,7 +694,7 @@ take_lock() {
         fi
         [ "$bx_tries" -lt 20 ] || {
             first_line "$bx_text"
-            fail not-writable "found ${bx_line##*: } at $bx_lock, needed is to write it." \
+            err not-writable "found ${bx_line##*: } at $bx_lock, needed is to write it." \
                 "Name another folder with --runtime-root." 69
         }
     done
@@ -716,7 +716,7 @@ lock_within() {
 lock_timeout() {
     bx_line='' bx_lock_made='' bx_ground=''
     { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
-    fail lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free." \
+    err lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free." \
         "Another installation is running: try again, or wait longer with --lock-wait." 75
 }
 
@@ -791,24 +791,24 @@ publish() {
             exit 0
             ;;
         69 | 70 | 73 | 75) undo && exit "$bx_status" ;;
-        *) fail smoke-failed "found that the staged interpreter ended with status $bx_status while installing." \
+        *) err smoke-failed "found that the staged interpreter ended with status $bx_status while installing." \
             "Look at the lines above; when it was killed, give the box more memory." 73 ;;
     esac
 }
 
 corrupt() {
-    fail upload-corrupt "found sha256 ${2:-none} of $1, needed ${3:-one to compare with}." "Push the file again." 73
+    err upload-corrupt "found sha256 ${2:-none} of $1, needed ${3:-one to compare with}." "Push the file again." 73
 }
 
 unpack_failed() {
     first_line "$1"
     case $1 in
         *'No space left'* | *'quota exceeded'*)
-            fail no-space "found no space left in $bx_root, needed is room for the runtime." \
+            err no-space "found no space left in $bx_root, needed is room for the runtime." \
                 "Free some space, or name another disk with --runtime-root." 73
             ;;
         *)
-            fail upload-corrupt "found that $bx_interpreter does not unpack ($bx_line), needed is a packed interpreter." \
+            err upload-corrupt "found that $bx_interpreter does not unpack ($bx_line), needed is a packed interpreter." \
                 "Push it again." 73
             ;;
     esac
@@ -818,7 +818,7 @@ unpack_failed() {
 trial_failed() {
     first_line "$1"
     case $1 in *GLIBC_2.*) ;; *)
-        fail smoke-failed "found that the pushed interpreter does not run here: ${bx_line:-it said nothing}." \
+        err smoke-failed "found that the pushed interpreter does not run here: ${bx_line:-it said nothing}." \
             "Push one that was packed for $bx_arch with glibc${bx_libc_version:+ $bx_libc_version} or older." 73
         ;;
     esac
@@ -829,16 +829,17 @@ trial_failed() {
         bx_text=2.${bx_words%%[!0-9]*}
         if older "$bx_line" "$bx_text"; then bx_line=$bx_text; fi
     done
-    fail libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line}: the interpreter \
+    err libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line}: the interpreter \
 does not start without GLIBC_$bx_line." "Use an image with a newer glibc, or an interpreter built against an older one." 69
 }
 
 # undo: the box as it was before `install`; what was published stays.
 undo() {
-    [ -z "${bx_summing-}" ] || ignore wait "$bx_summing"
-    [ -z "${bx_stage-}" ] || ignore rm -rf "$bx_stage"
-    [ -n "${bx_ground-}" ] || return 0
-    [ -z "${bx_lock_made-}" ] || is_published "$bx_final" || ignore rm -f "$bx_lock"
+    [ -z "$bx_probe" ] || unprobe
+    [ -z "$bx_summing" ] || ignore wait "$bx_summing"
+    [ -z "$bx_stage" ] || ignore rm -rf "$bx_stage"
+    [ -n "$bx_ground" ] || return 0
+    [ -z "$bx_lock_made" ] || is_published "$bx_final" || ignore rm -f "$bx_lock"
     bx_dir=$bx_root
     while [ "$bx_dir" != "$bx_ground" ] && rmdir "$bx_dir" 2>/dev/null; do
         bx_dir=${bx_dir%/*}

@@ -33,6 +33,8 @@ class Clock:
         """Read the prelude's marks: `phase:uptime` pairs with commas, each saying when its phase ended."""
         self.seconds: dict[str, float] = {}
         ends = [(name, float(text)) for name, _, text in (mark.partition(":") for mark in marks.split(",") if mark)]
+        if ends:
+            ends.append(("hand-over", max(_uptime(), ends[-1][1])))
         for (_, earlier), (name, end) in itertools.pairwise(ends):
             self.seconds[name] = round(self.seconds.get(name, 0.0) + end - earlier, 3)
         self._began = time.monotonic() - (ends[-1][1] - ends[0][1] if ends else 0.0)
@@ -50,3 +52,12 @@ class Clock:
     def total(self) -> dict[str, float]:
         """All phases, and what they came to as `total`."""
         return {**self.seconds, "total": round(time.monotonic() - self._began, 3)}
+
+
+def _uptime() -> float:
+    """The prelude's clock: a shell without a builtin for the time can still read this."""
+    try:
+        with open("/proc/uptime", encoding="ascii") as source:
+            return float(source.read().split()[0])
+    except OSError:
+        return 0.0

@@ -12,24 +12,11 @@ import hashlib
 import os
 import subprocess
 import tarfile
-from dataclasses import dataclass, field
 
+from boxstrap.bootstrap.manifest import Record, leads_out
 from boxstrap.runner.wire import Code, Failure
 
 _CHUNK = 1024 * 1024
-
-
-@dataclass
-class Record:
-    """What a tree holds: per relative path a file's size, sha256 and mode, or a link's target."""
-
-    files: dict[str, tuple[int, str, int]] = field(default_factory=dict)
-    links: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        """The sum of the files' sizes."""
-        return sum(size for size, _, _ in self.files.values())
 
 
 def unpack(archive: str, into: str) -> Record | Failure:
@@ -65,18 +52,6 @@ def unpack(archive: str, into: str) -> Record | Failure:
         finally:
             gzip.kill()
     return record
-
-
-def leads_out(name: str, target: str) -> bool:
-    """Tell whether a link at `name` leaves the tree. `..` may only lead, so that no chain of links can climb."""
-    if target.startswith("/"):
-        return True
-    depth = name.count("/")
-    parts = [part for part in target.split("/") if part not in {"", "."}]
-    climbs = 0
-    while climbs < len(parts) and parts[climbs] == "..":
-        climbs += 1
-    return climbs > depth or ".." in parts[climbs:]
 
 
 def _unsafe(member: tarfile.TarInfo, record: Record, folders: set[str]) -> str:

@@ -48,7 +48,7 @@ def call(shell: list[str], tmp_path: Path) -> Callable[..., str]:
     functions.write_text("".join(PRELUDE.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
 
     def run(line: str, *arguments: str | bytes) -> str:
-        setup = f"set -u; LC_ALL=C; bx_json=1 bx_nl='\n'; . {functions}; {line}"
+        setup = f"set -u; LC_ALL=C; bx_json=1 bx_nl='\n' bx_probe= bx_stage= bx_summing= bx_ground=; . {functions}; {line}"
         done = subprocess.run([*shell, "-c", setup, "test", *arguments], capture_output=True, check=False, timeout=30)
         assert done.stderr == b"", done.stderr
         return done.stdout.decode()
@@ -196,7 +196,7 @@ def test_loopback_is_told_by_name(call: Callable[..., str], host: str, expected:
 def test_trial_failed_names_the_newest_glibc_that_the_loader_asks_for(call: Callable[..., str]) -> None:
     """The loader names several versions; the largest is the one that is needed."""
     said = "\n".join(f"python3: libc.so.6: version `GLIBC_2.{minor}' not found (required by python3)" for minor in (33, 38, 9))
-    line = 'bx_stage= bx_summing= bx_ground= bx_libc_version=2.31 bx_floor=; trial_failed "$1"'
+    line = 'bx_libc_version=2.31 bx_floor=; trial_failed "$1"'
     failure = _ANSWER.validate_json(call(line, said)).failure
     assert failure is not None
     assert failure.code == "libc-too-old"
@@ -319,6 +319,15 @@ def test_verbs_of_a_session_say_when_no_runtime_is_there(shell: list[str], archi
     assert failure.code == "runtime-missing"
 
 
+def test_nothing_is_taken_over_from_exported_variables(shell: list[str], archive: Path, tmp_path: Path) -> None:
+    """Our own names may be exported by whoever runs us: what they name is not removed."""
+    (tmp_path / "kept").mkdir()
+    names = ("bx_stage", "bx_probe", "bx_ground", "bx_root", "bx_lock", "bx_summing")
+    done = run([*shell, archive, "check", "--frobnicate"], env=dict.fromkeys(names, str(tmp_path / "kept")))
+    assert done.returncode == 64
+    assert (tmp_path / "kept").is_dir()
+
+
 # The report.
 
 
@@ -409,8 +418,8 @@ def test_check_refuses_a_root_below_a_file(shell: list[str], archive: Path, tmp_
 
 
 def test_check_counts_free_space_against_the_need(shell: list[str], archive: Path, roots: list[str]) -> None:
-    """A petabyte is not there."""
-    found = checked(run([*shell, archive, "check", "--json", *roots, "--need-mib", "1073741824"]))
+    """Nearly a petabyte is not there."""
+    found = checked(run([*shell, archive, "check", "--json", *roots, "--need-mib", "999999999"]))
     assert found["no-space"][0].status == "fail"
     found = checked(run([*shell, archive, "check", "--json", *roots, "--need-mib", "1"]))
     assert found["no-space"][0].status == "ok"
