@@ -183,7 +183,9 @@ async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: P
         loop.add_signal_handler(number, interrupt)
     session = None
     try:
-        async with open_session(sandbox, spec, on_event=progress.event, on_phase=progress.phase) as session:
+        async with open_session(
+            sandbox, spec, on_event=progress.event, on_phase=progress.phase, on_note=progress.note
+        ) as session:
             state = session.installed.state if session.installed else "unknown"
             progress.line("runtime", f"{state} at {session.runtime.path if session.runtime else ''}")
             return await session.invoke(spec.request(prompt))

@@ -11,7 +11,7 @@ import asyncio
 import posixpath
 import secrets
 import shlex
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -108,7 +108,7 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
         machine, present = await _probe(sandbox, want)
     arch = ARCHITECTURES.get(machine, "x86_64")
     with phases.step("artifacts"):
-        archive, interpreter, payload = await asyncio.to_thread(_artifacts, want, arch)
+        archive, interpreter, payload = await asyncio.to_thread(_artifacts, want, arch, phases.note)
     runtime = RuntimePaths(want.runtime_root, artifacts.runtime_digest(interpreter, payload, archive))
     flags = _install_flags(want, runtime, interpreter, payload)
     if runtime.digest[:DIGEST_CHARS] in present:
@@ -143,9 +143,12 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
     return runtime, answer.installed
 
 
-def _artifacts(want: Want, arch: str) -> tuple[artifacts.Archive, artifacts.Interpreter, artifacts.Payload | None]:
-    interpreter = artifacts.interpreter(arch=arch, source=want.interpreter)
-    return artifacts.archive(), interpreter, artifacts.payload(want.agent, variant=want.variant, interpreter=interpreter)
+def _artifacts(
+    want: Want, arch: str, report: Callable[[str], None]
+) -> tuple[artifacts.Archive, artifacts.Interpreter, artifacts.Payload | None]:
+    interpreter = artifacts.interpreter(arch=arch, source=want.interpreter, report=report)
+    payload = artifacts.payload(want.agent, variant=want.variant, interpreter=interpreter, report=report)
+    return artifacts.archive(report=report), interpreter, payload
 
 
 def _paths(archive: artifacts.Archive, interpreter: artifacts.Interpreter, payload: artifacts.Payload | None) -> list[Path]:

@@ -142,6 +142,7 @@ class Session:
         *,
         on_event: Callable[[Event], None] | None = None,
         on_phase: Callable[[str, float], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         if not re.fullmatch(SESSION_ID, spec.session_id):
             raise UsageError(f"Found session id {spec.session_id!r}, needed {SESSION_ID}.", remedy="Choose another.")
@@ -153,7 +154,7 @@ class Session:
         self._runtime_root = spec.runtime_root or roots[0]
         self._session_root = spec.session_root or roots[1]
         self.paths = SessionPaths.of(self._session_root, spec.session_id)
-        self.phases = Phases(on_phase)
+        self.phases = Phases(on_phase, on_note)
         self._on_event = on_event
         self.collector = Collector(spec.out, self._deliver)
         self.runtime: RuntimePaths | None = None
@@ -387,13 +388,14 @@ async def open_session(
     *,
     on_event: Callable[[Event], None] | None = None,
     on_phase: Callable[[str, float], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Session]:
     """Open a session, and close it whatever happens.
 
     Raises:
         BoxstrapError: as Session.open, Session.invoke and Session.close do.
     """
-    session = Session(sandbox, spec, on_event=on_event, on_phase=on_phase)
+    session = Session(sandbox, spec, on_event=on_event, on_phase=on_phase, on_note=on_note)
     try:
         await session.open()
         yield session

@@ -44,6 +44,10 @@ class Progress:
         """Tell of a phase that ended."""
         self.line("phase", f"{printable(name, 40):<20} {seconds:7.2f} s", style="cyan")
 
+    def note(self, text: str) -> None:
+        """Tell of work that takes long."""
+        self.line("note", printable(text, 200), style="dim")
+
     def event(self, event: Event) -> None:
         """Tell of what an agent did; heartbeats and phases have their own place."""
         told = _told(event)

@@ -9,13 +9,12 @@ from the user's cache or built now.
 from __future__ import annotations
 
 import platform
-import tarfile
 from pathlib import Path
 
 import pytest
 
 import boxstrap
-from boxstrap.controller import artifacts
+from boxstrap.controller import artifacts, tarball
 from boxstrap.runner.layout import RuntimePaths
 
 
@@ -28,8 +27,7 @@ def runtime_tree(tmp_path_factory: pytest.TempPathFactory) -> RuntimePaths:
     tree = RuntimePaths(str(tmp_path_factory.mktemp("runtime")), "0" * 64)
     for archive, folder in ((interpreter.path, Path(tree.path, "python")), (payload.path, Path(tree.site))):
         folder.mkdir(parents=True)
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="tar")
+        tarball.unpack(archive, folder)
     Path(tree.app).mkdir()
     Path(tree.app, "boxstrap").symlink_to(Path(str(boxstrap.__file__)).parent)
     return tree
