@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 from boxstrap.runner import agents, environment, processes, receipts
 from boxstrap.runner.evidence import EvidenceLog, plain
@@ -51,8 +51,9 @@ class Supervisor:
         self._result: object = None
         self._reason = ""
         self._stopping = False
+        self._unusable = False
         self._reaped, self._cpu, self._peak = 0, 0.0, 0
-        self._parse: Callable[[bytes], list[tuple[Kind, dict[str, object]]]] | None = None
+        self._parser: agents.Parser | None = None
 
     def run(self) -> Receipt:
         """Run the agent to its end and return the receipt that was written."""
@@ -107,18 +108,19 @@ class Supervisor:
         out, out_child = os.pipe()
         err, err_child = os.pipe()
         events, events_child = os.pipe()
-        by_fd = launch.events == "fd"
+        self._parser = launch.parser
+        by_fd = launch.parser is None
         if by_fd:
             env[environment.EVENTS_FD] = str(events_child)
             env[environment.SESSION_DIR] = session.path
-        else:
-            self._parse = agent.parse  # otherwise None: an agent that writes events has to say how it ended
+        stdin = -1
         try:
+            stdin = os.open(launch.stdin, os.O_RDONLY)
             child = subprocess.Popen(
                 launch.argv,
                 cwd=request.workdir,
                 env=env,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=out_child,
                 stderr=err_child,
                 pass_fds=(events_child,) if by_fd else (),
@@ -129,7 +131,7 @@ class Supervisor:
                 os.close(fd)
             raise
         finally:
-            for fd in (out_child, err_child, events_child):
+            for fd in (out_child, err_child, events_child, *([stdin] if stdin >= 0 else [])):
                 os.close(fd)
         self._agent_pid = child.pid
         child.returncode = 0  # this loop reaps it; Popen must not try
@@ -180,6 +182,8 @@ class Supervisor:
     def _why_end(self, now: float, deadline: float) -> str:
         if self._agent_status is not None:
             return "exited"
+        if self._unusable:
+            return "unusable"
         if self._stopping or os.path.lexists(self._session.stop):
             return "stopped"
         return "deadline" if now >= deadline else ""
@@ -238,8 +242,34 @@ class Supervisor:
         self._log.append(Kind.HEARTBEAT, {"processes": len(found), "cpu_seconds": round(self._cpu, 3)})
 
     def _on_stdout(self, line: bytes) -> None:
-        for kind, data in self._parse(line) if self._parse else ():
-            self._log.append(kind, {str(key): plain(value) for key, value in data.items()})
+        assert self._parser is not None  # noqa: S101 (nobody else is given lines)
+        try:
+            self._record(self._parser.feed(line))
+        except agents.UnusableError as error:
+            self._unusable = True
+            self._status, self._detail = Outcome.SETUP_FAILED.value, str(plain(str(error)))[:4096]
+        except Exception as error:  # noqa: BLE001
+            # Broad on purpose: the line is the agent's, and no line may end its supervisor.
+            self._log.append(Kind.LOG, {"stream": "stdout", "text": line[:65536].decode("utf-8", "replace")})
+            self._log.append(Kind.GAP, {"code": "unreadable_event", "bytes": len(line), "detail": type(error).__name__})
+
+    def _record(self, events: Iterable[agents.Event]) -> None:
+        for kind, data in events:
+            self._log.append(kind, {str(plain(str(key))): plain(value) for key, value in data.items()})
+
+    def _finish_parser(self, exit_code: int | None) -> None:
+        """Let the parser say its last. What it said before by UnusableError stands."""
+        if self._parser is None or not self._agent_pid:
+            return
+        try:
+            end = self._parser.finish(exit_code)
+            self._record(end.events)
+        except Exception as error:  # noqa: BLE001
+            # Broad on purpose: what it parsed is the agent's, and the receipt is written whatever that was.
+            self._log.append(Kind.GAP, {"code": "unreadable_event", "detail": type(error).__name__})
+        else:
+            if end.outcome is not None and not self._unusable:
+                self._status, self._detail = end.outcome.value, str(plain(end.detail))[:4096]
 
     def _on_event(self, line: bytes) -> None:
         """Stamp one line of an instrumented agent. What is not an event is kept as a log and a gap."""
@@ -266,7 +296,8 @@ class Supervisor:
             if pump.lines.cut:
                 self._log.append(Kind.GAP, {"code": "line_too_long", "lines": pump.lines.cut})
         code, number = _split(self._agent_status)
-        if self._reason == "exited" and self._parse is None and not self._status:
+        self._finish_parser(code)
+        if self._reason == "exited" and self._parser is None and not self._status:
             self._status, self._detail = Outcome.AGENT_FAILED.value, "the agent's process ended without saying a result"
         self._log.append(
             Kind.AGENT_EXITED,

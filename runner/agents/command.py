@@ -7,9 +7,7 @@ The prompt lies in a file that BOXSTRAP_PROMPT_FILE names. It refuses to put the
 
 from __future__ import annotations
 
-import os
-
-from boxstrap.runner.agents import Launch
+from boxstrap.runner.agents import End, Event, Launch, private_file
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.wire import Kind, Request
 
@@ -19,15 +17,20 @@ def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> La
     del runtime
     if not request.argv:
         raise ValueError("agent command: found no argv, needed at least the program; give it after --")
-    prompt = os.path.join(session.tmp, "prompt")
-    with open(os.open(prompt, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8") as file:
-        file.write(request.prompt)
-    env = {"BOXSTRAP_PROMPT_FILE": prompt}
+    env = {"BOXSTRAP_PROMPT_FILE": private_file(session, "prompt", request.prompt)}
     if request.model is not None:
         env |= {"BOXSTRAP_MODEL_URL": request.model.url, "BOXSTRAP_MODEL_NAME": request.model.name}
-    return Launch(argv=request.argv, env=env)
+    return Launch(argv=request.argv, env=env, parser=Lines())
 
 
-def parse(line: bytes) -> list[tuple[Kind, dict[str, object]]]:
-    """Keep each line as it is."""
-    return [(Kind.LOG, {"stream": "stdout", "text": line.decode("utf-8", "replace")})]
+class Lines:
+    """Keeps each line as it is; the exit code says how it ended."""
+
+    def feed(self, line: bytes) -> list[Event]:
+        """Make a log of it."""
+        return [(Kind.LOG, {"stream": "stdout", "text": line.decode("utf-8", "replace")})]
+
+    def finish(self, exit_code: int | None) -> End:
+        """Add nothing."""
+        del exit_code
+        return End()

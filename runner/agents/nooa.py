@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from boxstrap.runner.agents import Launch
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
-from boxstrap.runner.wire import Kind, Request
+from boxstrap.runner.wire import Request
 
 NAME = "nooa"
 DEFAULT_AGENT_CLASS = "nooa_bench.bench_agent:BenchAgent"
@@ -31,18 +31,14 @@ _START = "import sys; sys.path += sys.argv[1:]; del sys.argv[1:]; from boxstrap.
 def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> Launch:
     """Start the driver: -I keeps PYTHON* and the workdir out of it, -B keeps it from writing into the runtime.
 
+    It reports through the event pipe; its stdout is chatter of libraries, kept in agent.out.
+
     Raises:
         ValueError: an option or the model makes no sense.
     """
     del session
     check(request)
-    return Launch(argv=[runtime.python, "-I", "-B", "-c", _START, runtime.site, runtime.app], interpreter=True, events="fd")
-
-
-def parse(line: bytes) -> list[tuple[Kind, dict[str, object]]]:
-    """Nothing: its stdout is chatter of libraries, kept in agent.out; events come through the pipe."""
-    del line
-    return []
+    return Launch(argv=[runtime.python, "-I", "-B", "-c", _START, runtime.site, runtime.app], interpreter=True)
 
 
 def check(request: Request) -> None:
