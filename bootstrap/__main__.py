@@ -17,7 +17,12 @@ from boxstrap.runner.wire import Answer, Code, ExitStatus, Failure, Installed, R
 _SWITCHES = {"--json", "--reuse", "--verify"}
 UNHEALTHY = 3
 """Exit status between this and the prelude: the published runtime has to be repaired."""
-_TRY_AGAIN = {Code.LOCK_TIMEOUT, Code.SESSION_CONFLICT}
+_STATUS: dict[str, ExitStatus] = {
+    Code.BUG: ExitStatus.BUG,
+    Code.LIBC_TOO_OLD: ExitStatus.REFUSED,
+    Code.LOCK_TIMEOUT: ExitStatus.TRY_AGAIN,
+    Code.SESSION_CONFLICT: ExitStatus.TRY_AGAIN,
+}
 
 
 class Options:
@@ -123,9 +128,7 @@ def _say(options: Options, answer: Installed | Failure | list[str]) -> int:
             print(to_json(Answer(ok=False, failure=answer)))
         else:
             print(f"boxstrap: {answer.code}: {answer.message} {answer.remedy}", file=sys.stderr)
-        if answer.code == Code.BUG:
-            return ExitStatus.BUG
-        return ExitStatus.TRY_AGAIN if answer.code in _TRY_AGAIN else ExitStatus.INSTALL_FAILED
+        return _STATUS.get(answer.code, ExitStatus.INSTALL_FAILED)
     if "--json" in options:
         installed = answer if isinstance(answer, Installed) else None
         data: dict[str, object] | None = {"removed": answer} if isinstance(answer, list) else None

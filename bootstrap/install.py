@@ -152,14 +152,24 @@ def _smoke(plan: Plan) -> Failure | None:
                 what = (
                     "the packages do not import" if argv[0] == stage.python else f"{os.path.basename(argv[0])} does not start"
                 )
-                return Failure(
-                    code=Code.SMOKE_FAILED,
-                    message=f"found that {what} here: {found}, needed is a payload that runs before it is published.",
-                    remedy=f"Build the payload for {plan.arch} and this interpreter again.",
-                )
+                return _smoke_failure(f"{what} here: {found}", plan.arch)
     finally:
         shutil.rmtree(home)
     return None
+
+
+def _smoke_failure(found: str, arch: str) -> Failure:
+    if "GLIBC_" in found:
+        return Failure(
+            code=Code.LIBC_TOO_OLD,
+            message=f"found {os.confstr('CS_GNU_LIBC_VERSION')}, needed a newer one: {found}.",
+            remedy="Use an image with a newer glibc, or a payload built against an older one.",
+        )
+    return Failure(
+        code=Code.SMOKE_FAILED,
+        message=f"found that {found}, needed is a payload that runs before it is published.",
+        remedy=f"Build the payload for {arch} and this interpreter again.",
+    )
 
 
 def _run(argv: list[str], home: str) -> str:

@@ -79,6 +79,10 @@ def _walk(folder: str) -> Iterator[os.DirEntry[str]]:
 def write(path: str, record: Record, about: dict[str, object]) -> None:
     """Write the manifest and see it on disk.
 
+    Only the manifest and the folders' names are synced. After a power cut another file may be short; then its size is
+    not the manifest's, and the next installation repairs. Syncing every file costs a second per thousand, and syncing
+    the file system waits for what everybody else on the host has written.
+
     Raises:
         OSError: it cannot be written.
     """

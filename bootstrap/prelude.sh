@@ -775,6 +775,8 @@ stage() {
 # left to put the box back.
 publish() {
     step hand-over
+    bx_stopped=
+    trap bx_stopped=1 HUP INT TERM
     add_each --url "$bx_deferred" && bx_lists=$bx_each
     add_each --smoke "$bx_smoke" && bx_lists="$bx_lists $bx_each"
     # shellcheck disable=SC2086  # lists of checked words
@@ -784,13 +786,14 @@ publish() {
         ${bx_payload:+--payload-sha256 "$bx_payload_sum"} --report "$bx_report" --marks "$bx_marks" $bx_lists)
     bx_status=$?
     set +f
-    case $bx_status in
-        0)
+    case $bx_status${bx_stopped:+ stopped} in
+        0 | '0 stopped')
             # After a repair the damaged tree is here.
             ignore rm -rf "$bx_stage"
             exit 0
             ;;
         69 | 70 | 73 | 75) undo && exit "$bx_status" ;;
+        *stopped) undo && exit 75 ;;
         *) err smoke-failed "found that the staged interpreter ended with status $bx_status while installing." \
             "Look at the lines above; when it was killed, give the box more memory." 73 ;;
     esac

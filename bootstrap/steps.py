@@ -17,6 +17,13 @@ from contextlib import contextmanager
 
 FAULT = "BOXSTRAP_FAULT"
 """Environment variable: the name of the step to die at."""
+STEPS = (
+    *("lock", "stage", "unpack", "trial", "hand-over"),
+    *("payload", "app", "smoke", "manifest", "rename", "publish", "published"),
+)
+"""What an installation goes through: the prelude's steps, then ours."""
+OTHER_STEPS = ("verify", "replace")
+"""What only a reuse, and a repair on a file system without RENAME_EXCHANGE, go through."""
 
 
 def step(name: str) -> None:

@@ -187,7 +187,7 @@ def test_box_without_space_is_refused_before_or_cleaned_after(start: Callable[..
 
 def test_box_gets_one_installation_from_eight_installers(start: Callable[..., Box], pushed: Pushed) -> None:
     """They begin together; then it is reused, and repaired after damage."""
-    box = start("debian:12")
+    box = start("debian:12", tmpfs={"/opt": "exec"})
     command = shlex.join(["sh", f"{PUSHED}/boxstrap.pyz", "install", "--json", "--agent", "test", *pushed.options])
     lines = box.check(f"for i in 1 2 3 4 5 6 7 8; do {command} & done; wait").splitlines()
     answers = [_ANSWER.validate_json(line).installed for line in lines]

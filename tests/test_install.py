@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -21,7 +22,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from boxstrap.bootstrap import clean, manifest, preflight, publish, unpack
-from boxstrap.bootstrap.steps import Clock
+from boxstrap.bootstrap.steps import OTHER_STEPS, STEPS, Clock
 from boxstrap.controller import artifacts
 from boxstrap.runner.layout import LOCK, STAGE, RuntimePaths, SessionPaths
 from boxstrap.runner.wire import Answer, Failure, Installed, runtime_digest, to_json
@@ -318,12 +319,19 @@ def test_install_refuses_a_member_that_would_leave(push: Push, packed: Callable[
 
 
 @pytest.mark.parametrize(
-    ("smoke", "says"), [("absent_module", "No module named 'absent_module'"), ("broken", "wrong"), ("bin/tool", "status 9")]
+    ("smoke", "says"),
+    [
+        ("absent_module", "No module named 'absent_module'"),
+        ("broken", "wrong"),
+        ("bin/tool", "status 9"),
+        ("killer", "status 137"),
+    ],
 )
 def test_install_refuses_what_does_not_run(push: Push, packed: Callable[..., Path], smoke: str, says: str) -> None:
     """smoke-failed with the reason, before anything is published."""
     tool = ("bin/tool", b"#!/bin/sh\nexit 9\n", {"mode": 0o755})
-    payload = packed(("broken.py", b"raise RuntimeError('wrong')\n", {}), tool)
+    killer = b"import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    payload = packed(("broken.py", b"raise RuntimeError('wrong')\n", {}), ("killer.py", killer, {}), tool)
     status, failure = replace(push, payload=payload, smoke=(smoke,)).fail()
     assert (status, failure.code) == (73, "smoke-failed")
     assert says in failure.message
@@ -347,6 +355,36 @@ def test_install_refuses_when_glibc_is_too_old_for_the_interpreter(push: Push, t
     assert f"found glibc {os.confstr('CS_GNU_LIBC_VERSION').split()[1]}" in failure.message  # type: ignore[union-attr]
 
 
+def test_install_refuses_when_glibc_is_too_old_for_the_payload(push: Push, packed: Callable[..., Path]) -> None:
+    """The loader's words reach us through an ImportError."""
+    payload = packed(("agent.py", b'raise ImportError("libc.so.6: version `GLIBC_2.99\' not found")\n', {}))
+    status, failure = replace(push, payload=payload, smoke=("agent",)).fail()
+    assert (status, failure.code) == (69, "libc-too-old")
+    assert "found glibc 2." in failure.message
+    assert "GLIBC_2.99" in failure.message
+
+
+def test_install_that_is_told_to_stop_puts_the_box_back(push: Push, packed: Callable[..., Path]) -> None:
+    """TERM to the prelude alone, or to both: what is half done is undone, what is done is not called undone."""
+    signal_prelude = (
+        "import os, signal\nprelude = int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])\n"
+    )
+    for also, status in (("", 0), ("os.kill(os.getppid(), signal.SIGTERM)\n", 75)):
+        code = f"{signal_prelude}{also}os.kill(prelude, signal.SIGTERM)\n"
+        wanted = replace(push, payload=packed(("agent.py", code.encode(), {})), smoke=("agent",))
+        assert wanted.run()[0] == status
+        assert wanted.runtime.exists() == (status == 0)
+        assert list(wanted.root.glob(f"{STAGE}*")) == []
+
+
+def test_steps_are_all_named(push: Push) -> None:
+    """What the fault sweep goes through is what the code says, in the prelude and in Python."""
+    folder = Path(preflight.__file__).parent
+    prelude = re.findall(r"(?m)^    step ([a-z-]+)$", (folder / "prelude.sh").read_text(encoding="utf-8"))
+    python = [name for path in folder.glob("*.py") for name in re.findall(r'\b(?:step|phase)\("([a-z-]+)"\)', path.read_text())]
+    assert sorted(prelude + python) == sorted(STEPS + OTHER_STEPS)
+
+
 def test_install_gives_up_waiting_for_a_lock(push: Push) -> None:
     """75 after --lock-wait, with the holder's pid; the lock stays."""
     push.root.mkdir(parents=True)
@@ -362,22 +400,6 @@ def test_install_gives_up_waiting_for_a_lock(push: Push) -> None:
     assert failure.code == "lock-timeout"
     assert "4711" in failure.message
     assert path.exists()
-
-
-STEPS = [
-    "lock",
-    "stage",
-    "unpack",
-    "trial",
-    "hand-over",
-    "payload",
-    "app",
-    "smoke",
-    "manifest",
-    "rename",
-    "publish",
-    "published",
-]
 
 
 @pytest.mark.parametrize("step", STEPS)
