@@ -30,7 +30,7 @@ def clean(runtime_root: str, session_root: str) -> list[str] | Failure:
     """Remove it all and return the paths, or say who is still at work; then nothing was removed."""
     sessions = [SessionPaths.of(session_root, name) for name in _folders(session_root) if _SESSION.fullmatch(name)]
     for session in sessions:
-        pid = _supervisor(session)
+        pid = _keeper(session)
         if pid is not None:
             return Failure(
                 code=Code.SESSION_CONFLICT,
@@ -80,13 +80,22 @@ def _folders(root: str) -> Iterator[str]:
             yield name
 
 
-def _supervisor(session: SessionPaths) -> int | None:
-    """Give the pid of the session's supervisor if that very process runs: same start time, and no zombie."""
+def _keeper(session: SessionPaths) -> int | None:
+    """Give the pid of the session's supervisor, or of its parent that judges it, if that very process runs."""
     try:
         with open(session.supervisor, encoding="utf-8") as source:
-            claimed = json.load(source)
-        with open(f"/proc/{int(claimed['pid'])}/stat", "rb") as source:
+            said = json.load(source)
+        keepers = [(said["pid"], said["start"]), said.get("watchdog") or (0, 0)]
+        return next((pid for pid, start in keepers if _start_of(pid) == start), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _start_of(pid: int) -> int | None:
+    """Give a process's start in clock ticks since boot; none for a zombie, or when it is gone."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", "rb") as source:
             fields = source.read().rpartition(b")")[2].split()
-        return int(claimed["pid"]) if int(fields[19]) == claimed["start"] and fields[0] not in b"ZX" else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None if fields[0] in b"ZX" else int(fields[19])
+    except (OSError, IndexError):
         return None

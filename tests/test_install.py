@@ -586,15 +586,17 @@ def test_clean_of_everything_removes_the_roots_and_then_has_nothing_to_do(instal
 
 
 def test_clean_refuses_while_a_session_runs(installed: Push, session: SessionPaths) -> None:
-    """Its supervisor is told by pid and start time; a reused pid does not count."""
+    """Its supervisor, or the parent that judges it, is told by pid and start time; a reused pid does not count."""
     start = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-    Path(session.supervisor).write_text(json.dumps({"pid": os.getpid(), "start": start}), encoding="utf-8")
-    status, answer = cleaned(installed)
-    assert status == 75
-    assert answer.failure is not None
-    assert answer.failure.code == "session-conflict"
-    assert installed.runtime.exists()
-    Path(session.supervisor).write_text(json.dumps({"pid": os.getpid(), "start": start + 1}), encoding="utf-8")
+    dead = {"pid": os.getpid(), "start": start + 1, "watchdog": None}
+    for keeper in ({**dead, "start": start}, {**dead, "watchdog": [os.getpid(), start]}):
+        Path(session.supervisor).write_text(json.dumps(keeper), encoding="utf-8")
+        status, answer = cleaned(installed)
+        assert status == 75
+        assert answer.failure is not None
+        assert answer.failure.code == "session-conflict"
+        assert installed.runtime.exists()
+    Path(session.supervisor).write_text(json.dumps(dead), encoding="utf-8")
     assert cleaned(installed)[0] == 0
 
 
