@@ -3,7 +3,8 @@
 """The archive that is pushed: `prelude.sh`, then a zip built by shiv with our sandbox-side code in site-packages/boxstrap.
 
 shiv takes file modes and the order of its own bootstrap from the file system, so its zip is written again with sorted
-members and fixed modes: two builds of one commit are byte-identical on any host. It refuses to pack anything but .py files.
+members and fixed modes: two builds of one commit are byte-identical on any host. Beside our code lie two pure-Python
+packages for the model gateway (VENDORED). It refuses to pack anything but .py files, certificates and licences.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from boxstrap.controller.tarball import sha256_of
 ENTRY_POINT = "boxstrap.bootstrap.__main__:main"
 _EPOCH = "315532800"
 """1980-01-01, the oldest time that a zip can hold."""
+VENDORED = ("h11", "certifi")
+"""HTTP for the gateway, and the authorities that it trusts: a minimal image has no bundle of its own."""
 
 
 def package_root() -> Path:
@@ -51,9 +54,31 @@ def sources(package: Path) -> dict[str, Path]:
     return found
 
 
+def vendored() -> dict[str, Path]:
+    """List the files of the packages that travel along: name in site-packages -> file.
+
+    Raises:
+        ArtifactError: one of them is not installed here.
+    """
+    found: dict[str, Path] = {}
+    for package in VENDORED:
+        try:
+            files = distribution(package).files or []
+        except PackageNotFoundError:
+            raise ArtifactError(
+                f"{package} was not found, it goes into the archive.", remedy=f"pip install {package}."
+            ) from None
+        for file in files:
+            if file.parts[0] == package and file.suffix in {".py", ".pem"} and "tests" not in file.parts:
+                found[file.as_posix()] = Path(str(file.locate()))
+            elif file.name.upper().startswith("LICENSE"):
+                found[f"{package}/LICENSE"] = Path(str(file.locate()))
+    return found
+
+
 def inputs_of(package: Path) -> dict[str, object]:
     """Return what a cache key must hold: the content of every source."""
-    files = {name: sha256_of(path) for name, path in sources(package).items()}
+    files = {name: sha256_of(path) for name, path in {**sources(package), **vendored()}.items()}
     try:
         shiv = installed_version("shiv")
     except PackageNotFoundError:
@@ -76,8 +101,9 @@ def build(package: Path, target: Path) -> Mapping[str, str]:
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="archive-") as folder:
         site, zipped = Path(folder, "site"), Path(folder, "app.pyz")
-        for name, path in sources(package).items():
-            copy = site / "boxstrap" / name
+        ours = {f"boxstrap/{name}": path for name, path in sources(package).items()}
+        for name, path in {**ours, **vendored()}.items():
+            copy = site / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
         done = subprocess.run(

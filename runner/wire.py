@@ -22,6 +22,8 @@ TAIL_CHUNK_MAX = 1024 * 1024
 """Bytes of evidence that one `tail` answers with at most."""
 REQUEST_MAX = 16 * 1024 * 1024
 """Bytes of a request.json; the prompt is part of it."""
+BUDGET_CODE = "policy_budget_exhausted"
+"""The `error.code` with which the gateway refuses a call beyond max_policy_calls; also the outcome's word."""
 
 _STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
@@ -63,6 +65,7 @@ class Code(StrEnum):
     SESSION_MISSING = "session-missing"
     BAD_REQUEST = "bad-request"
     LAUNCH_FAILED = "launch-failed"
+    CLEANUP_UNCONFIRMED = "cleanup-unconfirmed"
     USAGE = "usage"
     BUG = "bug"
 
@@ -181,6 +184,7 @@ class Model:
     """Where the agent's model is, as the sandbox sees it.
 
     `api` is "responses" or "chat". `url` ends before the dialect's own path (…/v1). `headers` travel with every call.
+    `upstream` is "direct", or "relay": the controller makes the calls, and `url` is no more than a name.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -190,6 +194,7 @@ class Model:
     headers: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
     max_retries: int = 4
+    upstream: str = "direct"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +236,8 @@ class Receipt:
 
     Times are unix seconds, `cpu_seconds` is user plus system of every reaped process, `peak_rss_bytes` the largest
     single process. `status` and `detail` are what the agent itself said of its end (empty when it said nothing).
-    `supervisor_lost` tells that someone other than the session's own supervisor had to finish the work.
+    `supervisor_lost` tells that someone other than the session's own supervisor had to finish the work; then `unaccounted`
+    are processes that started meanwhile and bear no sign of whose they are: they were left alone, and nothing is confirmed.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -259,6 +265,7 @@ class Receipt:
     output_truncated: bool
     peak_rss_bytes: int
     cpu_seconds: float
+    unaccounted: list[Survivor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

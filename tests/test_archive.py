@@ -52,7 +52,10 @@ def test_archive_holds_the_sandbox_side_and_nothing_else(package: Path, tmp_path
     (package / "runner" / "__pycache__" / "wire.cpython-313.pyc").write_bytes(b"no")
     with zipfile.ZipFile(build(package, tmp_path).path) as zipped:
         names = zipped.namelist()
-    ours = [name.removeprefix("site-packages/boxstrap/") for name in names if name.startswith("site-packages/")]
+    packed = [name.removeprefix("site-packages/") for name in names if name.startswith("site-packages/")]
+    assert {name.split("/")[0] for name in packed} == {"boxstrap", *archives.VENDORED}
+    assert {"h11/LICENSE", "h11/__init__.py", "certifi/LICENSE", "certifi/cacert.pem"} <= set(packed)
+    ours = [name.removeprefix("boxstrap/") for name in packed if name.startswith("boxstrap/")]
     assert names == sorted(names)
     assert {name.split("/")[0] for name in ours} == {"__init__.py", "bootstrap", "runner"}
     assert {Path(name).suffix for name in ours} == {".py"}

@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The account of model calls: which is new and which a retry, how many the budget still allows, what each came to.
+
+A call is what the agent asks; the same body again after a failure is another attempt of that call and costs no budget, since
+the model gave nothing for it. It refuses to count what was answered: a call is used up when it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections import OrderedDict
+from typing import Any
+
+from boxstrap.runner.dialects import Answer, finish_of, is_too_long, usage_of
+from boxstrap.runner.upstream import Ask
+from boxstrap.runner.wire import BUDGET_CODE, Kind
+
+PAYLOAD_MAX = 1024 * 1024
+"""Bytes of a request or response that an event carries; the evidence log moves what is too long for a line to artifacts/."""
+BACKLOG_MAX = 32 * 1024 * 1024
+"""Bytes of events that may wait for the supervisor; beyond it payloads are left out of the events."""
+_FAILED_MAX = 256
+
+
+class Refusal(Exception):
+    """The gateway's own no: a status, a code, and a sentence."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class EventPipe:
+    """The gateway's end of its event pipe: one JSON object a line; it never makes a call wait for the supervisor."""
+
+    def __init__(self, transport: asyncio.WriteTransport, closed: asyncio.Event) -> None:
+        self._transport = transport
+        self._closed = closed
+
+    @classmethod
+    async def open(cls, fd: int) -> EventPipe:
+        """Take over the descriptor."""
+        closed = asyncio.Event()
+
+        class Protocol(asyncio.BaseProtocol):
+            def connection_lost(self, exc: Exception | None) -> None:
+                del exc
+                closed.set()
+
+        transport, _ = await asyncio.get_running_loop().connect_write_pipe(Protocol, os.fdopen(fd, "wb", buffering=0))
+        return cls(transport, closed)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the supervisor is far behind."""
+        return self._transport.get_write_buffer_size() > BACKLOG_MAX
+
+    def emit(self, kind: str, data: dict[str, object]) -> None:
+        """Send one event."""
+        line = json.dumps({"kind": kind, "data": data}, separators=(",", ":"), default=str)
+        self._transport.write(line.encode("ascii") + b"\n")
+
+    async def close(self, within_s: float) -> None:
+        """Send what waits, and close."""
+        self._transport.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), within_s)
+
+
+class Account:
+    """One attempt of one call, from request to end."""
+
+    def __init__(self, ask: Ask, *, seq: int, attempt: int, digest: str, invocation: str) -> None:
+        self.seq, self.attempt, self.digest = seq, attempt, digest
+        self.ask, self.invocation = ask, invocation
+        self.error: str | None = None
+        self.detail = ""
+        self.status: int | None = None
+        self.response_bytes = 0
+        self.closed = False
+        self._started_at, self._begun = time.time(), time.monotonic()
+        self._first: float | None = None
+        self._answer: Answer | None = None
+        self._kept = bytearray()
+        self._hash = hashlib.sha256()
+
+    @property
+    def counted(self) -> bool:
+        """Whether this is a policy call, and no look at the list of models."""
+        return self.ask.dialect != "models"
+
+    def head(self, status: int, answer: Answer) -> None:
+        """Take the answer's head."""
+        self.status, self._answer = status, answer
+        self._first = time.monotonic()
+
+    def body(self, chunk: bytes) -> None:
+        """Take the next bytes of the answer."""
+        self.response_bytes += len(chunk)
+        self._hash.update(chunk)
+        if len(self._kept) < PAYLOAD_MAX:
+            self._kept += chunk[: PAYLOAD_MAX - len(self._kept)]
+        if self._answer is not None and self.counted:
+            self._answer.feed(chunk)
+
+    def complete(self) -> None:
+        """Judge an answer that came to its end."""
+        if self.status is not None and self.status >= 300:
+            text = self._kept[:2000].decode("utf-8", "replace")
+            self.fail("too_long" if is_too_long(self.status, text) else "http", f"HTTP {self.status}: {text[:600]}")
+        elif self._answer is not None and self.counted:
+            self._answer.end()
+            if self._answer.problem:
+                found = self._kept[:200].decode("utf-8", "backslashreplace")
+                self.fail(self._answer.problem, f"HTTP {self.status}, but no whole {self.ask.dialect} answer: {found!r}")
+
+    def fail(self, kind: str, detail: str) -> None:
+        """Note what went wrong; the first word stays."""
+        if self.error is None:
+            self.error, self.detail = kind, detail
+
+    def told(self, *, payloads: bool) -> dict[str, object]:
+        """Return the event's data."""
+        now = time.monotonic()
+        body = _parsed(self.ask.body)
+        reply: dict[str, Any] = self._answer.reply if self._answer is not None else {}
+        data: dict[str, object] = {
+            "seq": self.seq,
+            "attempt": self.attempt,
+            "retry": self.attempt > 0,
+            "dialect": self.ask.dialect,
+            "path": self.ask.path,
+            "model": body.get("model"),
+            "streaming": bool(body.get("stream")),
+            "status": self.status,
+            "error": self.error,
+            "detail": self.detail,
+            "started_at": self._started_at,
+            "seconds": round(now - self._begun, 6),
+            "ttfb_seconds": None if self._first is None else round(self._first - self._begun, 6),
+            "usage": usage_of(reply),
+            "finish_reason": finish_of(reply),
+            "response_id": reply.get("id"),
+            "invocation_id": self.invocation or None,
+            "request_bytes": len(self.ask.body),
+            "request_sha256": self.digest,
+            "response_bytes": self.response_bytes,
+            "response_sha256": self._hash.hexdigest() if self.response_bytes else None,
+        }
+        if payloads and self.attempt == 0:  # a retry's is the same
+            data["request"] = body if body and len(self.ask.body) <= PAYLOAD_MAX else _clipped(self.ask.body)
+        if payloads and self.response_bytes:
+            whole = bool(reply) and self.response_bytes <= PAYLOAD_MAX
+            if self._answer is not None and self._answer.streaming:
+                whole = whole and "output" in reply  # the other dialects' streams end without the whole answer
+            data["response"] = reply if whole else _clipped(bytes(self._kept))
+        return data
+
+
+class Calls:
+    """All calls of a session, subagents' included."""
+
+    def __init__(self, events: EventPipe, *, max_calls: int | None) -> None:
+        self._events = events
+        self._max = max_calls
+        self._used = 0
+        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def begin(self, ask: Ask, *, invocation: str = "") -> Account:
+        """Open the account of a request that is about to be sent.
+
+        Raises:
+            Refusal: the policy budget is used; nothing may be sent.
+        """
+        digest = hashlib.sha256(ask.body).hexdigest()
+        if ask.dialect == "models":
+            return Account(ask, seq=0, attempt=0, digest=digest, invocation=invocation)
+        key = f"{ask.dialect} {digest}"
+        seq, attempts = self._failed.pop(key, (0, 0))
+        if not seq:
+            if self._max is not None and self._used >= self._max:
+                self._events.emit("budget", {"max_policy_calls": self._max})
+                raise Refusal(403, BUDGET_CODE, f"max_policy_calls is {self._max}, all are used")
+            self._used += 1
+            seq = self._used
+        return Account(ask, seq=seq, attempt=attempts, digest=digest, invocation=invocation)
+
+    def end(self, account: Account) -> None:
+        """Close an account, once: write its event, and remember a failed body, so that it is known when it comes again."""
+        if account.closed:
+            return
+        account.closed = True
+        if not account.counted:
+            text = f"GET {account.ask.path}: {account.status or account.detail}"
+            self._events.emit(Kind.LOG, {"stream": "gateway", "text": text})
+            return
+        if account.error is not None:
+            self._failed[f"{account.ask.dialect} {account.digest}"] = (account.seq, account.attempt + 1)
+            while len(self._failed) > _FAILED_MAX:
+                self._failed.popitem(last=False)
+        self._events.emit(Kind.MODEL_CALL, account.told(payloads=not self._events.crowded))
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _clipped(raw: bytes) -> dict[str, object]:
+    half = PAYLOAD_MAX // 16
+    text = raw if len(raw) <= 2 * half else raw[:half] + b" [...] " + raw[-half:]
+    return {"clipped": text.decode("utf-8", "backslashreplace")}

@@ -1,0 +1,276 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The loopback model gateway: a process of the session's supervisor that stands between any agent and its model.
+
+It forwards the three dialects byte for byte, writes one `model_call` event a call, and answers 403 once the policy budget is
+used. Any process of the box may reach it: loopback is all the privacy there is. It refuses to retry, and to send one call
+more than the budget; the same body again after a failure is the same call, and is told as a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Coroutine, Iterable
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import h11
+
+from boxstrap.runner.cache_control import without_cache_control
+from boxstrap.runner.calls import Account, Calls, EventPipe, Refusal
+from boxstrap.runner.dialects import PATHS, Answer, dialect_of
+from boxstrap.runner.upstream import Ask, Direct, Headers, Upstream, UpstreamError, end_to_end
+from boxstrap.runner.wire import BUDGET_CODE, Model
+
+REQUEST_MAX = 32 * 1024 * 1024
+RESPONSE_MAX = 64 * 1024 * 1024
+"""Bytes of one body. A longer request is refused with 413, a longer answer breaks off."""
+HEAD_MAX = 64 * 1024
+_READ = 128 * 1024
+FLUSH_BOUND_S = 3.0
+_OWN = b"x-boxstrap-invocation"
+"""A header with which a driver says whose call it is; it goes no further."""
+_DROPPED = frozenset((b"host", b"content-length", b"accept-encoding", b"cookie", b"expect", _OWN))
+_STATUS = {"unreachable": 502, "timeout": 504, "cut": 502, "relay_lost": 503}
+
+
+class _ClientGone(Exception):
+    pass
+
+
+class Gateway:
+    """Serves one session. `upstream` is where calls go."""
+
+    def __init__(self, model: Model, upstream: Upstream, events: EventPipe, *, max_calls: int | None) -> None:
+        self._timeout_s = model.timeout_s
+        self._base = urlsplit(model.url).path.rstrip("/")
+        self._upstream = upstream
+        self._calls = Calls(events, max_calls=max_calls)
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> asyncio.Server:
+        """Start to accept."""
+        return await asyncio.start_server(self._accept, sock=listener, limit=2 * _READ)
+
+    async def end(self) -> None:
+        """Break off what still runs, each call with its account."""
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(_Connection(self, reader, writer).run())
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def answer(self, request: h11.Request, body: bytes, client: _Connection) -> None:
+        """Answer one request of a client."""
+        method, target = request.method.decode("ascii"), request.target.decode("latin-1")
+        path = target.partition("?")[0]
+        dialect = dialect_of(method, path, self._base)
+        if dialect is None:
+            known = ", ".join(f"{'GET' if name == 'models' else 'POST'} …/v1{suffix}" for name, suffix in PATHS.items())
+            raise Refusal(404, "not_found", f"the gateway has no {method} {path}, it has {known}")
+        headers = [(name, value) for name, value in end_to_end(request.headers) if name not in _DROPPED]
+        headers.append((b"accept-encoding", b"identity"))  # else the account would have to know each compression
+        sent = without_cache_control(body) if dialect in {"chat", "responses"} else body
+        ask = Ask(method=method, path=target, dialect=dialect, headers=headers, body=sent)
+        account = self._calls.begin(ask, invocation=_header(request.headers, _OWN))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._forward(ask, account, client)
+        except TimeoutError:
+            account.fail("timeout", f"the model did not answer within {self._timeout_s:g} s")
+        except UpstreamError as error:
+            account.fail(error.kind, str(error))
+        except _ClientGone:
+            account.fail("client_gone", "the agent left before the answer was complete")
+        except asyncio.CancelledError:
+            account.fail("client_gone" if client.gone else "session_ended", "the call was broken off")
+            raise
+        finally:
+            self._calls.end(account)
+        if account.error in _STATUS:
+            if client.answered:
+                raise _ClientGone  # a head is out: all that is left is to break off as the model did
+            raise Refusal(_STATUS[account.error], f"model_{account.error}", account.detail)
+
+    async def _forward(self, ask: Ask, account: Account, client: _Connection) -> None:
+        async with self._upstream.send(ask) as reply:
+            kind, coding = (_header(reply.headers, name) for name in (b"content-type", b"content-encoding"))
+            answer = Answer(ask.dialect, kind, coding)
+            account.head(reply.status, answer)
+            await client.send_head(reply.status, [*reply.headers, (b"x-boxstrap-call", b"%d" % account.seq)])
+            held = b""  # the last bytes of a plain answer: its event is written before the agent can act on it
+            async for chunk in reply.chunks:
+                account.body(chunk)
+                if account.response_bytes > RESPONSE_MAX:
+                    raise UpstreamError("cut", f"the model's answer has more than {RESPONSE_MAX} bytes")
+                ready, held = (chunk, b"") if answer.streaming else (held, chunk)
+                if ready:
+                    await client.send(h11.Data(data=ready))
+            account.complete()
+            self._calls.end(account)
+            if held:
+                await client.send(h11.Data(data=held))
+            await client.send(h11.EndOfMessage())
+
+
+class _Connection:
+    """One client's connection: requests one after the other."""
+
+    def __init__(self, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._gateway = gateway
+        self._reader, self._writer = reader, writer
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_MAX)
+        self.answered = False
+        self.gone = False
+
+    async def run(self) -> None:
+        """Answer until the client leaves or breaks the protocol."""
+        try:
+            while await self._one():
+                self._http.start_next_cycle()
+                self.answered = False
+        except (_ClientGone, OSError, h11.ProtocolError):
+            self._writer.transport.abort()
+        finally:
+            self._writer.close()
+
+    async def _one(self) -> bool:
+        request: h11.Request | None = None
+        try:
+            request = await self._request()
+            if request is None:
+                return False
+            body = await self._body()
+            await self._until_gone(self._gateway.answer(request, body, self))
+        except h11.RemoteProtocolError as error:
+            await self._refuse(Refusal(error.error_status_hint, "bad_request", str(error)))
+        except Refusal as refusal:
+            await self._refuse(refusal)
+        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def _request(self) -> h11.Request | None:
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Request):
+                return event
+            if event is not h11.NEED_DATA:
+                return None
+            self._http.receive_data(await self._reader.read(_READ))
+
+    async def _body(self) -> bytes:
+        body = bytearray()
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > REQUEST_MAX:
+                    raise Refusal(413, "request_too_large", f"the request has more than {REQUEST_MAX} bytes")
+            elif isinstance(event, h11.EndOfMessage):
+                return bytes(body)
+            elif event is h11.NEED_DATA:
+                if self._http.they_are_waiting_for_100_continue:
+                    await self._write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
+                self._http.receive_data(await self._reader.read(_READ))
+            else:
+                raise _ClientGone
+
+    async def _until_gone(self, answering: Coroutine[object, object, None]) -> None:
+        """Answer, but not for a client that has left."""
+        answer = asyncio.ensure_future(answering)
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self.gone = True
+                answer.cancel()
+                await asyncio.wait({answer})
+                raise _ClientGone
+            answer.result()
+        finally:
+            watch.cancel()
+            answer.cancel()
+            await asyncio.gather(watch, answer, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Return when the client has left. What it sends ahead is kept, within a bound."""
+        ahead = 0
+        while ahead < HEAD_MAX:
+            data = await self._reader.read(_READ)
+            if not data:
+                return
+            ahead += len(data)
+            self._http.receive_data(data)
+        await asyncio.Event().wait()
+
+    async def send_head(self, status: int, headers: Headers) -> None:
+        """Begin the answer."""
+        self.answered = True
+        await self.send(h11.Response(status_code=status, headers=headers))
+
+    async def send(self, event: h11.Event) -> None:
+        """Write one part of the answer."""
+        await self._write(self._http.send(event))
+
+    async def _write(self, data: bytes | None) -> None:
+        if data:
+            try:
+                self._writer.write(data)
+                await self._writer.drain()
+            except OSError as error:
+                raise _ClientGone from error
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        if self._http.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+            raise _ClientGone
+        error = {"message": f"boxstrap gateway: {refusal}", "type": refusal.code, "code": refusal.code, "param": None}
+        raw = json.dumps({"error": error}).encode()
+        headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
+        if refusal.code == BUDGET_CODE:
+            headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients obey it
+        if self._http.their_state is h11.SEND_BODY:
+            headers.append((b"connection", b"close"))
+        await self.send_head(refusal.status, headers)
+        await self.send(h11.Data(data=raw))
+        await self.send(h11.EndOfMessage())
+
+
+def _header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
+
+
+async def _run(config: dict[str, object]) -> None:
+    model = Model(**config["model"])  # type: ignore[arg-type] # our own supervisor wrote it
+    events = await EventPipe.open(int(str(config["events"])))
+    limit = config["max_policy_calls"]
+    gateway = Gateway(model, Direct(model), events, max_calls=None if limit is None else int(str(limit)))
+    listener = socket.socket(fileno=int(str(config["listener"])))
+    listener.setblocking(False)
+    server = await gateway.serve(listener)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(0, ended.set)  # nothing more is ever written: readable is the end
+    await ended.wait()
+    server.close()
+    await gateway.end()
+    await events.close(FLUSH_BOUND_S)
+
+
+def main() -> NoReturn:
+    """Serve until standard input ends: its first line is the configuration, and the supervisor holds the other end."""
+    asyncio.run(_run(json.loads(_first_line())))
+    os._exit(0)  # a resolver's thread may hang
+
+
+def _first_line() -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
