@@ -111,6 +111,7 @@ _SESSION_MEMBERS = {
     "receipt": "receipt.json",
     "artifacts": "artifacts",
     "lock": "lock",
+    "reserve": "reserve",
 }
 
 

@@ -12,10 +12,10 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import time
+from dataclasses import asdict
 
-from boxstrap.runner import environment, processes, receipts
+from boxstrap.runner import environment, processes, receipts, watchdog
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
 from boxstrap.runner.wire import (
@@ -32,21 +32,20 @@ from boxstrap.runner.wire import (
 
 POLL_S = 0.02
 STOP_MARGIN_S = 20.0
+GRACE_MAX_S = 60.0
+"""What of the request's grace a stop waits for: the agent may have written another request there."""
 
 
 def read_request(session: SessionPaths) -> tuple[Request, str] | Failure:
     """Read request.json and compute its digest, or say what is wrong with it."""
     remedy = "Put a request.json of this version into the session folder, or open the session anew."
     try:
-        with open(session.request, "rb") as file:
-            raw = file.read(REQUEST_MAX + 1)
+        raw = receipts.read_file(session.request, REQUEST_MAX)
     except OSError as error:
         return Failure(code=Code.SESSION_MISSING, message=f"{session.request}: {error.strerror}.", remedy=remedy)
-    if len(raw) > REQUEST_MAX:
-        return Failure(code=Code.BAD_REQUEST, message=f"request.json has more than {REQUEST_MAX} bytes.", remedy=remedy)
     try:
         request = request_from(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Failure(code=Code.BAD_REQUEST, message=f"{error}.", remedy=remedy)
     return request, request_digest(request)
 
@@ -90,26 +89,14 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
-    processes.become_subreaper()
-    child = os.fork()
-    if child == 0:
-        os._exit(_supervise_or_say(request, digest, session, runtime))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.waitpid(child, 0)
-    if receipts.receipt_of(session) is None:
-        receipts.finish_lost(session, request, digest, adopted=True)
+    watchdog.guard(
+        request,
+        session,
+        lambda tell, me: supervise(request, digest, session, runtime, environment.initial(), watchdog=me, tell=tell),
+    )
     if not hold:
         os._exit(0)
     return {"state": "ended", "attached": False}
-
-
-def _supervise_or_say(request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths) -> int:
-    try:
-        return supervise(request, digest, session, runtime, environment.initial())
-    except BaseException:  # noqa: BLE001
-        # Broad on purpose: whatever breaks here is our bug; supervisor.log gets the traceback, the parent writes the receipt.
-        sys.excepthook(*sys.exc_info())
-        return 70
 
 
 def _attach(session: SessionPaths, digest: str, *, hold: bool) -> dict[str, object] | Failure:
@@ -145,7 +132,7 @@ def tail(session: SessionPaths, *, start: int, wait_s: float) -> Tail:
     while True:
         now = time.monotonic()
         if now - looked_at >= 0.1 or now >= bound:
-            looked_at, state = now, receipts.state_of(session)
+            looked_at, state = now, _checked_state(session)
         final = state in {"ended", "lost"}
         data, size = _slice(session.evidence, start, torn=final)
         if data or final or now >= bound:
@@ -159,6 +146,13 @@ def tail(session: SessionPaths, *, start: int, wait_s: float) -> Tail:
                 receipt=receipts.receipt_of(session) if state == "ended" else None,
             )
         time.sleep(POLL_S)
+
+
+def _checked_state(session: SessionPaths) -> str:
+    """Say where the session stands; a receipt that confirms while something runs is a lie, and the session lost."""
+    state = receipts.state_of(session)
+    receipt = receipts.receipt_of(session) if state == "ended" else None
+    return "lost" if receipt is not None and receipt.cleanup_confirmed and receipts.left_of(session) else state
 
 
 def _slice(path: str, start: int, *, torn: bool) -> tuple[bytes, int]:
@@ -179,11 +173,13 @@ def _slice(path: str, start: int, *, torn: bool) -> tuple[bytes, int]:
 def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dict[str, object] | Failure:
     """Stop the session and return its receipt; before any start, claim it so that it never starts.
 
+    What the session's own supervisor does not finish within the bound, this does in its place. A receipt that confirms
+    nothing, or that lies there while something of the session runs, is made true.
+
     Returns:
-        The receipt; or a dict whose state is "running" when it did not end within `wait_s` seconds (default: the
-        request's grace and a margin); or a Failure when there is nothing to stop.
+        The receipt; or a dict whose state is "running" when it did not end within `wait_s` seconds, where those were
+        given (default: the request's grace and a margin, and then the end by force); or a Failure when there is nothing.
     """
-    read = read_request(session)
     if not receipts.claim_of(session):
         try:
             os.symlink(receipts.STOPPED_CLAIM, session.claim)
@@ -196,36 +192,45 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
             )
     if receipts.claim_of(session) == receipts.STOPPED_CLAIM:
         return {"state": "stopped"}
-    if isinstance(read, Failure):
-        return read
-    request, digest = read
+    read = read_request(session)
+    grace_s = 0.0 if isinstance(read, Failure) else min(read[0].grace_s, GRACE_MAX_S)
     with contextlib.suppress(OSError):
-        os.close(os.open(session.stop, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    bound = time.monotonic() + (request.grace_s + STOP_MARGIN_S if wait_s is None else wait_s)
-    state = receipts.state_of(session)
-    told = False
-    while state == "running" and time.monotonic() < bound:
-        supervisor = receipts.supervisor_alive(session)
-        if supervisor and not told:
-            process = processes.read(supervisor[0])
-            if process is not None and process.start == supervisor[1]:
-                processes.send(process, signal.SIGTERM)
-                told = True
+        os.close(os.open(session.stop, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
+    _tell(session, signal.SIGTERM)
+    bound = time.monotonic() + (grace_s + STOP_MARGIN_S if wait_s is None else wait_s)
+    while receipts.state_of(session) == "running" and time.monotonic() < bound:
         time.sleep(POLL_S)
-        state = receipts.state_of(session)
-    if state == "running":
-        return {"state": "running"}
-    receipt = receipts.receipt_of(session)
-    if receipt is None or not receipt.cleanup_confirmed:
-        receipt = receipts.finish_lost(session, request, digest, adopted=False)
-    return receipt
+    if receipts.state_of(session) == "running":
+        if wait_s is not None:
+            return {"state": "running"}
+        _tell(session, signal.SIGKILL)
+    return receipts.finish(session, adopted=False)
+
+
+def _tell(session: SessionPaths, number: signal.Signals) -> None:
+    """Signal the supervisor, and let it and its parent go on where the agent has stopped them."""
+    for found, numbers in (
+        (receipts.supervisor_alive(session), (number, signal.SIGCONT)),
+        (receipts.watchdog_alive(session), (signal.SIGCONT,)),
+    ):
+        process = processes.read(found[0]) if found else None
+        if found and process is not None and process.start == found[1]:
+            for one in numbers:
+                processes.send(process, one)
 
 
 def remove(session: SessionPaths) -> Failure | None:
     """Remove the folder of a session that has ended, and the session root if it is empty then."""
-    state = receipts.state_of(session)
-    if state == "running":
+    if receipts.state_of(session) == "running":
         return Failure(code=Code.SESSION_CONFLICT, message="The session is still running.", remedy="Stop it first.")
+    left = receipts.left_of(session)
+    if left:
+        names = ", ".join(f"{process.pid} ({process.name})" for process in left[:5])
+        return Failure(
+            code=Code.CLEANUP_UNCONFIRMED,
+            message=f"{len(left)} processes of the session would not go: {names}.",
+            remedy="Stop it again; what another user started needs that user, or root.",
+        )
     shutil.rmtree(session.path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(session.path))
@@ -233,23 +238,22 @@ def remove(session: SessionPaths) -> Failure | None:
 
 
 def status(session: SessionPaths) -> dict[str, object] | Failure:
-    """Say where the session stands: state, claim, supervisor, processes, evidence, receipt."""
+    """Say where the session stands: state, claim, supervisor, processes, evidence, receipt. Finishes for a lost supervisor."""
     if not os.path.isdir(session.path):
         return Failure(
             code=Code.SESSION_MISSING,
             message=f"There is no session at {session.path}.",
             remedy="List the session root to see which there are.",
         )
+    if receipts.state_of(session) == "lost" and receipts.claim_of(session) != receipts.STOPPED_CLAIM:
+        receipts.finish(session, adopted=False)
     supervisor = receipts.supervisor_alive(session)
     receipt = receipts.receipt_of(session)
-    session_id = os.path.basename(session.path)
-    running = processes.marked(f"BOXSTRAP_SESSION={session_id}".encode(), processes.every())
-    evidence = _slice(session.evidence, 0, torn=True)[1]
     return {
         "state": receipts.state_of(session),
         "claim": receipts.claim_of(session),
         "supervisor_pid": supervisor[0] if supervisor else None,
-        "processes": [{"pid": process.pid, "name": process.name} for process in running],
-        "evidence_bytes": evidence,
-        "receipt": None if receipt is None else {**receipt.__dict__, "survivors": [vars(one) for one in receipt.survivors]},
+        "processes": [{"pid": process.pid, "name": process.name} for process in receipts.left_of(session)],
+        "evidence_bytes": _slice(session.evidence, 0, torn=True)[1],
+        "receipt": None if receipt is None else asdict(receipt),
     }

@@ -18,26 +18,33 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 
-from boxstrap.runner import agents, environment, processes, receipts
+from boxstrap.runner import agents, cgroups, environment, processes, receipts
 from boxstrap.runner.evidence import EvidenceLog, plain
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.pump import Pump
-from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor, to_json
+from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor
 
 HEARTBEAT_S = 15.0
 TICK_S = 0.25
 LEFTOVER_GRACE_S = 2.0
 """Between TERM and KILL for children that a finished agent left behind."""
 DRAIN_BOUND_S = 2.0
-_CGROUP_OOM = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
 class Supervisor:
     """One run of one agent, from launch to receipt."""
 
     def __init__(
-        self, request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths, environ: Mapping[str, str]
+        self,
+        request: Request,
+        digest: str,
+        session: SessionPaths,
+        runtime: RuntimePaths,
+        environ: Mapping[str, str],
+        *,
+        tell: int = -1,
     ) -> None:
+        self._tell = tell
         self._request = request
         self._digest = digest
         self._session = session
@@ -58,7 +65,7 @@ class Supervisor:
     def run(self) -> Receipt:
         """Run the agent to its end and return the receipt that was written."""
         self._wake_on_signals()
-        oom_before = _oom_kills()
+        oom_before = cgroups.oom_kills()
         started = time.time()
         pumps: list[Pump] = []
         survivors: list[Survivor] = []
@@ -70,7 +77,7 @@ class Supervisor:
         else:
             survivors = self._watch(pumps)
             self._drain(pumps)
-        return self._end(started, pumps, survivors, oom_killed=_oom_kills() > oom_before)
+        return self._end(started, pumps, survivors, oom_killed=cgroups.oom_kills() > oom_before)
 
     def _wake_on_signals(self) -> None:
         reader, writer = socket.socketpair()
@@ -175,9 +182,9 @@ class Supervisor:
             if clean == 2:
                 return []
             if now >= give_up_at and found:
-                return [Survivor(pid=process.pid, name=process.name) for process in found]
+                return receipts.named([process for process in found if not process.dead])
             if now >= kill_at:
-                self._signal_all(signal.SIGKILL)
+                processes.kill(self._find)
 
     def _why_end(self, now: float, deadline: float) -> str:
         if self._agent_status is not None:
@@ -227,11 +234,7 @@ class Supervisor:
                 self._agent_status = status
 
     def _find(self) -> list[processes.Process]:
-        everyone = processes.every()
-        me = os.getpid()
-        found = set(processes.descendants(me, everyone))
-        found.update(processes.marked(f"{environment.MARKER}={self._request.session_id}".encode(), everyone))
-        return [process for process in found if process.pid != me]
+        return receipts.left_of(self._session, below=(os.getpid(),))
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._find():
@@ -296,9 +299,11 @@ class Supervisor:
             if pump.lines.cut:
                 self._log.append(Kind.GAP, {"code": "line_too_long", "lines": pump.lines.cut})
         code, number = _split(self._agent_status)
+        receipts.release(self._session)
         self._finish_parser(code)
         if self._reason == "exited" and self._parser is None and not self._status:
             self._status, self._detail = Outcome.AGENT_FAILED.value, "the agent's process ended without saying a result"
+        self._detail = self._detail or _why(code, number, oom_killed=oom_killed)
         self._log.append(
             Kind.AGENT_EXITED,
             {"exit_code": code, "signal": number, "status": self._status, "detail": self._detail, "result": self._result},
@@ -332,11 +337,20 @@ class Supervisor:
             peak_rss_bytes=self._peak,
             cpu_seconds=round(self._cpu, 3),
         )
-        receipts.write_receipt(self._session, receipt)
+        receipts.write_receipt(self._session, receipt, tell=self._tell)
         return receipt
 
 
-def supervise(request: Request, digest: str, session: SessionPaths, runtime: RuntimePaths, environ: Mapping[str, str]) -> int:
+def supervise(
+    request: Request,
+    digest: str,
+    session: SessionPaths,
+    runtime: RuntimePaths,
+    environ: Mapping[str, str],
+    *,
+    watchdog: processes.Process | None = None,
+    tell: int = -1,
+) -> int:
     """Be the supervisor process: leave the exec's session, adopt orphans, run, and return an exit status."""
     os.setsid()
     processes.become_subreaper()
@@ -346,11 +360,20 @@ def supervise(request: Request, digest: str, session: SessionPaths, runtime: Run
         os.dup2(source, target)
     os.close(null)
     os.close(log)
-    me = processes.read(os.getpid())
-    receipts.replace(session.supervisor, to_json({"pid": os.getpid(), "start": me.start if me else 0}) + "\n")
-    Supervisor(request, digest, session, runtime, environ).run()
+    branded = processes.take_brand(processes.brand(session.path))
+    receipts.introduce(session, agent=request.agent, watchdog=watchdog, branded=branded)
+    Supervisor(request, digest, session, runtime, environ, tell=tell).run()
     sys.stdout.flush()
     return 0
+
+
+def _why(code: int | None, number: int | None, *, oom_killed: bool) -> str:
+    """Say in words what ended an agent that said nothing; exit status 137 alone could be either."""
+    memory = "out of memory: the kernel killed a process of this group" if oom_killed else ""
+    if number is None:
+        return memory if code else ""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"killed by {name}{'; ' if memory else ''}{memory}"
 
 
 def _split(status: int | None) -> tuple[int | None, int | None]:
@@ -360,16 +383,3 @@ def _split(status: int | None) -> tuple[int | None, int | None]:
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
-
-
-def _oom_kills() -> int:
-    """Count the cgroup's out-of-memory kills (v2, then v1); 0 where neither can be read."""
-    for path in _CGROUP_OOM:
-        try:
-            with open(path, encoding="ascii") as file:
-                for line in file:
-                    if line.startswith("oom_kill "):
-                        return int(line.split()[1])
-        except (OSError, ValueError):
-            continue
-    return 0

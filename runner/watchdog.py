@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's parent: lets it go on when someone stopped it, ends it past every bound, finishes for it when it died.
+
+It adopts what the supervisor leaves, so that nothing gets away by losing its parent. It refuses to believe a receipt that
+the supervisor did not vouch for: the agent can write one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from boxstrap.runner import processes, receipts
+from boxstrap.runner.layout import SessionPaths
+from boxstrap.runner.wire import Request
+
+MARGIN_S = 90.0
+"""What the supervisor may take on top of deadline, grace and kill: activation, draining, a slow disk."""
+
+
+def guard(request: Request, session: SessionPaths, supervise: Callable[[int, processes.Process | None], int]) -> None:
+    """Run `supervise` in a child until its receipt is there, or make one.
+
+    Args:
+        request: what the child runs.
+        session: its folder.
+        supervise: takes the descriptor to vouch on (see receipts.write_receipt) and this process; gives an exit status.
+    """
+    processes.become_subreaper()
+    me = processes.read(os.getpid())
+    told, tell = os.pipe()
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        os.close(told)
+        os._exit(_say(lambda: supervise(tell, me)))
+    os.close(tell)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _wait(child, bound_s=request.deadline_s + request.grace_s + receipts.KILL_BOUND_S + MARGIN_S)
+    os.set_blocking(told, False)
+    if not _vouched(told, session):
+        receipts.finish(session, adopted=True)
+    os.close(told)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _say(supervise: Callable[[], int]) -> int:
+    try:
+        return supervise()
+    except BaseException:  # noqa: BLE001
+        # Broad on purpose: whatever breaks here is our bug; supervisor.log gets the traceback, the parent writes the receipt.
+        sys.excepthook(*sys.exc_info())
+        return 70
+
+
+def _wait(child: int, *, bound_s: float) -> None:
+    bound = time.monotonic() + bound_s
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+        if pid and os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGCONT)
+        elif pid:
+            return
+        left = bound - time.monotonic()
+        if left <= 0:
+            os.kill(child, signal.SIGKILL)
+        signal.sigtimedwait({signal.SIGCHLD}, max(1.0, min(left, 3600.0)))
+
+
+def _vouched(told: int, session: SessionPaths) -> bool:
+    """Whether the receipt that lies there is the one that the supervisor wrote."""
+    try:
+        digest = os.read(told, 64)
+        with open(os.open(session.receipt, receipts.READ_FLAGS), "rb") as file:
+            return hashlib.sha256(file.read(receipts.RECEIPT_MAX)).hexdigest().encode() == digest
+    except OSError:
+        return False
