@@ -15,6 +15,8 @@ from typing import Any
 PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages", "models": "/models"}
 """What follows the model's base URL, by dialect; "models" is the list of models, and no call."""
 _METHOD = {"models": "GET"}
+INVOCATION_HEADER, CALL_HEADER = "x-boxstrap-invocation", "x-boxstrap-call"
+"""With the first, a driver tells the gateway whose call it is; with the second, the gateway tells its number."""
 JSON_MAX = 8 * 1024 * 1024
 """Bytes of an answer (or of one of its server-sent events) that are parsed; a longer one is passed on and not understood."""
 _TOO_LONG = ("context_length_exceeded", "maximum context length", "context window", "prompt is too long")

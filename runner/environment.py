@@ -20,6 +20,8 @@ MARKER = "BOXSTRAP_SESSION"
 """In the environment of every process of a session: how a stray one is recognised."""
 SESSION_DIR = "BOXSTRAP_SESSION_DIR"
 EVENTS_FD = "BOXSTRAP_EVENTS_FD"
+MODEL_URL = "BOXSTRAP_MODEL_URL"
+"""Where an agent finds the gateway: the model's URL, with loopback in place of its host."""
 ACTIVATION_BOUND_S = 60.0
 
 TOOLCHAINS = {

@@ -21,7 +21,7 @@ import h11
 
 from boxstrap.runner.cache_control import without_cache_control
 from boxstrap.runner.calls import Account, Calls, EventPipe, Refusal
-from boxstrap.runner.dialects import PATHS, Answer, dialect_of
+from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, PATHS, Answer, dialect_of
 from boxstrap.runner.upstream import Ask, Direct, Headers, Upstream, UpstreamError, end_to_end
 from boxstrap.runner.wire import BUDGET_CODE, Model
 
@@ -31,8 +31,7 @@ RESPONSE_MAX = 64 * 1024 * 1024
 HEAD_MAX = 64 * 1024
 _READ = 128 * 1024
 FLUSH_BOUND_S = 3.0
-_OWN = b"x-boxstrap-invocation"
-"""A header with which a driver says whose call it is; it goes no further."""
+_OWN = INVOCATION_HEADER.encode()
 _DROPPED = frozenset((b"host", b"content-length", b"accept-encoding", b"cookie", b"expect", _OWN))
 _STATUS = {"unreachable": 502, "timeout": 504, "cut": 502, "relay_lost": 503}
 
@@ -103,7 +102,7 @@ class Gateway:
             kind, coding = (_header(reply.headers, name) for name in (b"content-type", b"content-encoding"))
             answer = Answer(ask.dialect, kind, coding)
             account.head(reply.status, answer)
-            await client.send_head(reply.status, [*reply.headers, (b"x-boxstrap-call", b"%d" % account.seq)])
+            await client.send_head(reply.status, [*reply.headers, (CALL_HEADER.encode(), b"%d" % account.seq)])
             held = b""  # the last bytes of a plain answer: its event is written before the agent can act on it
             async for chunk in reply.chunks:
                 account.body(chunk)

@@ -8,37 +8,59 @@ lifeline does: it cannot outlive the supervisor. It refuses to put a header into
 
 from __future__ import annotations
 
+import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from urllib.parse import urlsplit
 
 from boxstrap.runner import environment
+from boxstrap.runner.evidence import plain
 from boxstrap.runner.layout import SessionPaths
-from boxstrap.runner.wire import Model, Request, to_json
+from boxstrap.runner.model_state import ModelState
+from boxstrap.runner.pump import Pump
+from boxstrap.runner.wire import Kind, Model, Request, to_json
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 512
+FINISH_BOUND_S = 5.0
+"""From the end of the lifeline to SIGKILL."""
 _START = "import sys; sys.path.append(sys.argv.pop(1)); from boxstrap.runner.gateway import main; main()"
 
 
 class GatewayProcess:
-    """A started gateway. `model` is what the agent is given: the loopback URL with the path of the real one, no headers."""
+    """A started gateway. `model` is what the agent is given: the loopback URL with the path of the real one, no headers.
 
-    def __init__(self, request: Request, model: Model, session: SessionPaths, environ: Mapping[str, str]) -> None:
+    `pump` is its event pipe, for the supervisor's loop; `state` is what the calls say so far; `pid` is 0 once it was reaped.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        model: Model,
+        session: SessionPaths,
+        environ: Mapping[str, str],
+        record: Callable[[Kind, Mapping[str, object]], None],
+    ) -> None:
         """Start it.
 
         Raises:
             OSError: no socket, or no process.
         """
+        self.state = ModelState()
+        self.exhausted_at = 0.0
+        self._record = record
         with socket.create_server((LOOPBACK, 0), backlog=BACKLOG) as listener:
             self.model = replace(
                 model, url=f"http://{LOOPBACK}:{listener.getsockname()[1]}{urlsplit(model.url).path.rstrip('/')}", headers={}
             )
-            self.events, events = os.pipe()
+            reader, events = os.pipe()
             lifeline, self._lifeline = os.pipe()
             config = {
                 "listener": listener.fileno(),
@@ -60,7 +82,7 @@ class GatewayProcess:
                     start_new_session=True,
                 )
             except OSError:
-                os.close(self.events)
+                os.close(reader)
                 os.close(self._lifeline)
                 raise
             finally:
@@ -69,12 +91,49 @@ class GatewayProcess:
         self.pid = child.pid
         child.returncode = 0  # the supervisor's loop reaps it; Popen must not try
         os.write(self._lifeline, to_json(config).encode("ascii") + b"\n")
+        self.pump = Pump(reader, path=None, on_line=self._on_line)
 
-    def end(self) -> None:
-        """Ask it to break off, to write its last events, and to go."""
+    def reaped(self, peak_bytes: int, cpu_s: float) -> None:
+        """Note that the supervisor's loop reaped it; before its time, the agent is left without a model."""
+        self.pid = 0
+        text = f"the model gateway ended: {self.state.sent} requests sent, peak {peak_bytes >> 20} MiB, {cpu_s:.2f} CPU seconds"
+        self._record(Kind.LOG, {"stream": "boxstrap", "text": text})
+        if self._lifeline >= 0:
+            self.state.lost()
+            self._record(Kind.GAP, {"code": "gateway_lost"})
+
+    def hang_up(self) -> None:
+        """Have it break off, write its last events, and go."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+
+    def finish(self) -> None:
+        """Hang up, take its last events, and see that it goes."""
+        self.hang_up()
+        bound = time.monotonic() + FINISH_BOUND_S
+        while self.pump.open and (left := bound - time.monotonic()) > 0:
+            if select.select([self.pump.fd], [], [], left)[0]:
+                self.pump.read()
+        if self.pump.open and self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # a child of ours that was not reaped: the number is still its own
+        self.pump.close()
+
+    def _on_line(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            kind, data = str(said["kind"]), {str(plain(key)): plain(value) for key, value in said["data"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._record(Kind.GAP, {"code": "unknown_event", "bytes": len(line)})
+            return
+        if kind == "budget":
+            self.state.exhausted = True
+            self.exhausted_at = self.exhausted_at or time.monotonic()
+        elif kind == Kind.MODEL_CALL:
+            self.state.take(data)
+            self._record(Kind.MODEL_CALL, data)
+        else:
+            self._record(Kind.LOG, data)
 
 
 def _app() -> str:

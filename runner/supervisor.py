@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from boxstrap.runner import agents, cgroups, environment, processes, receipts
 from boxstrap.runner.evidence import EvidenceLog, plain
@@ -61,6 +62,7 @@ class Supervisor:
         self._unusable = False
         self._reaped, self._cpu, self._peak = 0, 0.0, 0
         self._parser: agents.Parser | None = None
+        self._gateway: GatewayProcess | None = None
 
     def run(self) -> Receipt:
         """Run the agent to its end and return the receipt that was written."""
@@ -77,6 +79,7 @@ class Supervisor:
         else:
             survivors = self._watch(pumps)
             self._drain(pumps)
+        survivors += self._finish_gateway()
         return self._end(started, pumps, survivors, oom_killed=cgroups.oom_kills() > oom_before)
 
     def _wake_on_signals(self) -> None:
@@ -107,6 +110,10 @@ class Supervisor:
         task = environment.task_environment(self._environ, request.activation)
         environment.prepare_home(task, request, session)
         env = environment.agent_environment(task, request, session)
+        if request.model is not None:
+            self._gateway = GatewayProcess(request, request.model, session, task, self._log.append)
+            self._selector.register(self._gateway.pump.fd, selectors.EVENT_READ, self._gateway.pump)
+            request = replace(request, model=self._gateway.model)
         launch = agent.launch(request, session, self._runtime)
         env |= launch.env
         if launch.interpreter:
@@ -193,16 +200,22 @@ class Supervisor:
             return "unusable"
         if self._stopping or os.path.lexists(self._session.stop):
             return "stopped"
+        exhausted_at = self._gateway.exhausted_at if self._gateway is not None else 0.0
+        if exhausted_at and now - exhausted_at >= self._request.grace_s:
+            return "budget"
         return "deadline" if now >= deadline else ""
 
     def _pump_once(self, wait_s: float) -> None:
-        for key, _ in self._selector.select(wait_s):
+        calls = self._gateway.pump if self._gateway is not None else None
+        # The gateway's events first: what the agent did with an answer comes after the call that gave it.
+        for key, _ in sorted(self._selector.select(wait_s), key=lambda ready: ready[0].data is not calls):
             if key.data is None:
                 while self._take_wakeups():
                     continue
                 continue
             pump: Pump = key.data
-            pump.read()
+            while pump.read() and pump is calls:
+                continue
             if not pump.open:
                 self._selector.unregister(pump.fd)
 
@@ -219,6 +232,28 @@ class Supervisor:
             while pump.open and pump.read() and time.monotonic() < bound:
                 continue
 
+    def _finish_gateway(self) -> list[Survivor]:
+        """Take the last events of the gateway and see it gone; return it if it would not go."""
+        gateway = self._gateway
+        if gateway is None:
+            return []
+        if gateway.pump.open:
+            self._selector.unregister(gateway.pump.fd)
+        gateway.finish()
+        bound = time.monotonic() + DRAIN_BOUND_S
+        while gateway.pid and time.monotonic() < bound:
+            self._pump_once(receipts.SCAN_EVERY_S)
+            self._reap()
+        return [Survivor(pid=gateway.pid, name="gateway")] if gateway.pid else []
+
+    def _judge_calls(self, code: int | None) -> None:
+        """Let the model calls overrule what the agent said of its end."""
+        if self._gateway is None:
+            return
+        verdict = self._gateway.state.verdict(self._status, reason=self._reason, by_itself=code is not None)
+        if verdict is not None and verdict[0] != self._status:
+            self._status, self._detail = verdict
+
     def _reap(self) -> None:
         while True:
             try:
@@ -227,6 +262,9 @@ class Supervisor:
                 return
             if pid == 0:
                 return
+            if self._gateway is not None and pid == self._gateway.pid:
+                self._gateway.reaped(usage.ru_maxrss * 1024, usage.ru_utime + usage.ru_stime)
+                continue
             self._reaped += 1
             self._cpu += usage.ru_utime + usage.ru_stime
             self._peak = max(self._peak, usage.ru_maxrss * 1024)
@@ -234,7 +272,9 @@ class Supervisor:
                 self._agent_status = status
 
     def _find(self) -> list[processes.Process]:
-        return receipts.left_of(self._session, below=(os.getpid(),))
+        found = receipts.left_of(self._session, below=(os.getpid(),))
+        gateway = self._gateway.pid if self._gateway is not None else 0  # it serves until the last other process is gone
+        return [process for process in found if process.pid != gateway]
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self._find():
@@ -303,6 +343,7 @@ class Supervisor:
         self._finish_parser(code)
         if self._reason == "exited" and self._parser is None and not self._status:
             self._status, self._detail = Outcome.AGENT_FAILED.value, "the agent's process ended without saying a result"
+        self._judge_calls(code)
         self._detail = self._detail or _why(code, number, oom_killed=oom_killed)
         self._log.append(
             Kind.AGENT_EXITED,

@@ -235,7 +235,8 @@ class Receipt:
     """The supervisor's last word, written after the last process is gone. Agent-reported, like all evidence.
 
     Times are unix seconds, `cpu_seconds` is user plus system of every reaped process, `peak_rss_bytes` the largest
-    single process. `status` and `detail` are what the agent itself said of its end (empty when it said nothing).
+    single process. `status` and `detail` are what the agent itself said of its end (empty when it said nothing),
+    or what its model calls make of it (runner/model_state.py).
     `supervisor_lost` tells that someone other than the session's own supervisor had to finish the work; then `unaccounted`
     are processes that started meanwhile and bear no sign of whose they are: they were left alone, and nothing is confirmed.
     """
@@ -351,9 +352,9 @@ def outcome_of(receipt: Receipt) -> Outcome:
         return Outcome.SANDBOX_LOST
     if receipt.stopped:
         return Outcome.CANCELLED
-    if receipt.timed_out:
-        return Outcome.DEADLINE_EXCEEDED
     said = Outcome(receipt.status) if receipt.status in set(Outcome) else None
+    if receipt.timed_out and said is not Outcome.MODEL_FAILED:
+        return Outcome.DEADLINE_EXCEEDED
     if said in {Outcome.COMPLETED, None}:
         return Outcome.COMPLETED if receipt.exit_code == 0 else Outcome.AGENT_FAILED
     return said

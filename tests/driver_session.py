@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's end of a driver, reduced to a pipe: starts the real driver on a request and collects its event lines.
+"""The supervisor's end of a driver, reduced to pipes: starts the real gateway and the real driver, and collects their events.
 
 It refuses to supervise: no deadline, no reaping. That is what the supervisor's own tests are for.
 """
@@ -13,14 +13,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from polling import eventually
 
 from boxstrap.runner.agents import nooa
+from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
-from boxstrap.runner.wire import Request, to_json
+from boxstrap.runner.wire import Kind, Request, to_json
 
 Event = dict[str, Any]
 
@@ -34,12 +36,16 @@ class DriverSession:
         Path(paths.request).write_text(to_json(request), encoding="ascii")
         self.home = folder / "home"
         self.home.mkdir()
-        launch = nooa.launch(request, paths, runtime)
+        self.events: list[Event] = []
+        assert request.model is not None
+        self._gateway = GatewayProcess(request, request.model, paths, {"PATH": os.environ["PATH"]}, self._record)
+        self._calls = threading.Thread(target=self._read_calls, daemon=True)
+        self._calls.start()
+        launch = nooa.launch(replace(request, model=self._gateway.model), paths, runtime)
         reader, writer = os.pipe()
         self.inode = os.fstat(writer).st_ino
         own = {"BOXSTRAP_EVENTS_FD": str(writer), "BOXSTRAP_SESSION_DIR": paths.path, "BOXSTRAP_SESSION": request.session_id}
         task = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TMPDIR": str(self.home), "LC_ALL": "C.UTF-8"}
-        self.events: list[Event] = []
         self.max_rss_mib = 0.0
         self.output = folder / "agent.out"
         self.started_at = time.monotonic()
@@ -73,6 +79,7 @@ class DriverSession:
         if self.process.returncode is None:
             eventually(gone, within_s=within_s)
         self._thread.join(within_s)
+        self._end_gateway()
         self.seconds = time.monotonic() - self.started_at
         return int(self.process.returncode)
 
@@ -82,6 +89,7 @@ class DriverSession:
             os.killpg(self.process.pid, 9)
             self.wait()
         self._thread.join()
+        self._end_gateway()
 
     def hang_up(self) -> None:
         """Stop listening at the next event, as a supervisor does that was killed."""
@@ -94,8 +102,25 @@ class DriverSession:
     @property
     def result(self) -> Event:
         """The data of the result line, which must be the last and the only one."""
-        assert [event["kind"] for event in self.events].index("result") == len(self.events) - 1, self.events
-        return self.events[-1]["data"]  # type: ignore[no-any-return]
+        own = [event for event in self.events if event["kind"] != "model_call"]
+        assert [event["kind"] for event in own].index("result") == len(own) - 1, own
+        return own[-1]["data"]  # type: ignore[no-any-return]
+
+    def _end_gateway(self) -> None:
+        """Let it write what it has to say, once the driver is gone."""
+        self._gateway.hang_up()
+        self._calls.join()
+        if self._gateway.pid:
+            os.waitpid(self._gateway.pid, 0)
+            self._gateway.pid = 0
+
+    def _record(self, kind: Kind, data: Mapping[str, object]) -> None:
+        self.events.append({"kind": kind.value, "data": dict(data)})
+
+    def _read_calls(self) -> None:
+        os.set_blocking(self._gateway.pump.fd, True)
+        while self._gateway.pump.read():
+            continue
 
     def _read(self) -> None:
         with self._pipe:

@@ -15,10 +15,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
-from boxstrap.runner.wire import Kind, Outcome, Request
+from boxstrap.runner.wire import Kind, Model, Outcome, Request
 
 Event = tuple[Kind, Mapping[str, object]]
 """One piece of evidence: DESIGN 10 has the kinds, nooa_hooks.py and json_lines.py the names of the fields."""
@@ -89,6 +89,26 @@ def get(name: str) -> Agent:
     if module is None or not hasattr(module, "launch"):
         raise ValueError(f"there is no agent {name!r}: found no module of that name in runner/agents that has a launch()")
     return module
+
+
+def options_of(request: Request, *, dialects: tuple[str, ...], **kinds: type) -> tuple[Model, dict[str, Any]]:
+    """Return the model and the options of a request for an agent that speaks `dialects` and knows options of these `kinds`.
+
+    Raises:
+        ValueError: there is no model, it speaks another dialect, or an option is unknown (a typo must not become a default).
+    """
+    who, model = f"agent {request.agent}", request.model
+    if model is None:
+        raise ValueError(f"{who}: found no model, needed its url and name")
+    if model.api not in dialects:
+        raise ValueError(f"{who}: found model api {model.api!r}, needed {' or '.join(dialects)}")
+    for name, value in request.options.items():
+        kind = kinds.get(name)
+        if kind is None:
+            raise ValueError(f"{who}: found option {name!r}, needed one of {', '.join(kinds) or 'none'}")
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{who}: found {name}={value!r}, needed {kind.__name__}")
+    return model, dict(request.options)
 
 
 def private_file(session: SessionPaths, name: str, text: str) -> str:

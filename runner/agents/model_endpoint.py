@@ -1,39 +1,33 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""One model endpoint over httpx: every retry of an agent process happens here, under a bound that is known beforehand.
+"""The session's gateway over httpx: every retry of an agent process happens here, under a bound that is known beforehand.
 
 A call is sent at most 1 + max_retries times, each for at most timeout_s; between two tries lie 0.5 s, 1 s, 2 s, … (at most
 30 s, give or take a quarter) or what Retry-After asks for (at most 120 s). Only what may pass is tried again: connection
-errors, timeouts, 408, 425, 429, 5xx, a body that breaks off or cannot be read, a response that says it failed. It refuses to
-send one call more once the policy budget is spent or the model has failed for good.
+errors, timeouts, 408, 425, 429, 5xx, a body that breaks off or cannot be read, a response that says it failed. Accounts and
+the policy budget are the gateway's. It refuses to send one call more once the budget is spent or the model has failed for good.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import certifi
 import httpx
 
 from boxstrap.runner.agents.event_writer import clip
-from boxstrap.runner.wire import Model
+from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, PATHS, has_answer, is_too_long, is_transient, usage_of
+from boxstrap.runner.wire import BUDGET_CODE, Model
 
 FIRST_DELAY_S, DELAY_MAX_S, RETRY_AFTER_MAX_S, CONNECT_MAX_S = 0.5, 30.0, 120.0, 30.0
-PAYLOAD_MAX = 64 * 1024
-"""Bytes of a request or response that one event carries; what is longer is named by size and sha256, with head and tail."""
-_TRANSIENT = frozenset({408, 425, 429})
-_BUDGET_CODE = "policy_budget_exhausted"
-_TOO_LONG = ("context_length_exceeded", "maximum context length", "context window", "prompt is too long")
-_PATHS = {"responses": "/responses", "chat": "/chat/completions"}
+PATIENCE_S = 5.0
+"""How much longer than the gateway it waits for one try: whose bound it is should say so."""
 
 
 class ModelFailedError(BaseException):
@@ -61,24 +55,31 @@ class Problem:
 
 
 class ModelEndpoint:
-    """POSTs bodies and returns replies. `report` gets one account of every try, for the evidence."""
+    """POSTs bodies and returns replies.
 
-    def __init__(self, model: Model, *, max_calls: int | None, report: Callable[[dict[str, object]], None]) -> None:
+    `owner` tells on whose behalf a call is made, for the gateway's record; `on_reply` gets each answer and its call's number.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        owner: Callable[[], str | None] = lambda: None,
+        on_reply: Callable[[Mapping[str, object], int | None], None] = lambda reply, seq: None,
+    ) -> None:
         self.name = model.name
         self.dialect = model.api
-        self.calls = 0
         self.last_problem: Problem | None = None
         """Of the last call, when it got no answer: it vetoes success. A prompt that is too long is no failure of the model."""
         self.tokens_per_byte = 0.25
         """What the last answer's usage says of a request body; a guess before the first."""
         self._model = model
-        self._max_calls = max_calls
-        self._report = report
+        self._owner, self._on_reply = owner, on_reply
         self._final: BaseException | None = None
         self._jitter = random.SystemRandom()  # a cell may have seeded the shared one
-        self._url = model.url.rstrip("/") + _PATHS[model.api]
+        self._url = model.url.rstrip("/") + PATHS[model.api]
         self._http = httpx.AsyncClient(
-            verify=_tls() if self._url.startswith("https") else False,
+            verify=False,  # noqa: S501 (loopback: TLS is the gateway's, and a context costs start-up time)
             trust_env=False,  # the task's proxies and .netrc are the task's
             timeout=httpx.Timeout(None, connect=min(CONNECT_MAX_S, model.timeout_s)),
             limits=httpx.Limits(max_keepalive_connections=4, keepalive_expiry=4.0),
@@ -89,29 +90,22 @@ class ModelEndpoint:
         """Return the reply to this body.
 
         Raises:
-            PolicyBudgetExhaustedError: nothing was sent.
+            PolicyBudgetExhaustedError: the gateway says that the budget is used; it sent nothing.
             ModelFailedError: for good; its __cause__ says why. Every later call raises it again and sends nothing.
             ContextWindowExceededError: the model says that the prompt is too long.
         """
         if self._final is not None:
             raise self._final
-        if self._max_calls is not None and self.calls >= self._max_calls:
-            self._final = PolicyBudgetExhaustedError(f"max_policy_calls is {self._max_calls}, all are used")
-            raise self._final
-        self.calls += 1
         raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-        account: dict[str, object] = {"seq": self.calls, "dialect": self.dialect, "model": self.name, "request_bytes": len(raw)}
-        account["request_sha256"] = hashlib.sha256(raw).hexdigest()
         error: BaseException = ModelFailedError("max_retries is negative")
         for attempt in range(self._model.max_retries + 1):
-            first = attempt == 0
-            reply, problem = await self._try(raw, {**account, "attempt": attempt, "retry": not first}, body if first else None)
+            reply, problem = await self._try(raw)
             self.last_problem = problem if problem is None or problem.kind is ModelFailedError else None
             if problem is None:
                 tokens = (usage_of(reply) or {}).get("input_tokens")
                 self.tokens_per_byte = tokens / len(raw) if tokens else self.tokens_per_byte
                 return reply
-            error = problem.kind(problem.text if first else f"{problem.text} (tried {attempt + 1} times)")
+            error = problem.kind(problem.text if attempt == 0 else f"{problem.text} (tried {attempt + 1} times)")
             error.__cause__ = problem.cause
             if not problem.transient or attempt == self._model.max_retries:
                 break
@@ -129,42 +123,22 @@ class ModelEndpoint:
         """Close the connections."""
         await self._http.aclose()
 
-    async def _try(
-        self, raw: bytes, account: dict[str, object], body: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Any], Problem | None]:
-        started, clock = time.time(), time.monotonic()
-        answer, status, problem, cancelled = b"", None, None, True
-        reply: dict[str, Any] = {}
+    async def _try(self, raw: bytes) -> tuple[dict[str, Any], Problem | None]:
+        owner = self._owner()
+        bound = self._model.timeout_s + PATIENCE_S
         try:
-            async with asyncio.timeout(self._model.timeout_s):
-                response = await self._http.post(self._url, content=raw)
-            answer, status = response.content, response.status_code
-            reply, problem = _judge(self.dialect, response)
-            cancelled = False
+            async with asyncio.timeout(bound):
+                response = await self._http.post(self._url, content=raw, headers={INVOCATION_HEADER: owner} if owner else None)
         except TimeoutError as error:
-            problem = Problem(f"the model did not answer within {self._model.timeout_s:g} s", transient=True, cause=error)
-            cancelled = False
+            return {}, Problem(f"the gateway did not answer within {bound:g} s", transient=True, cause=error)
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             transient = not isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL)
-            problem = Problem(f"{type(error).__name__}: {error or 'no further word'}", transient=transient, cause=error)
-            cancelled = False
-        finally:
-            account |= {"status": status, "started_at": started, "seconds": round(time.monotonic() - clock, 6)}
-            account |= {"error": "cancelled" if cancelled else problem.text if problem else None}
-            account |= {"usage": usage_of(reply), "finish_reason": finish_of(reply), "response_id": reply.get("id")}
-            account["response_bytes"] = len(answer)
-            if body is not None:
-                account["request"] = _bounded(raw, body)
-            if answer:
-                account["response"] = _bounded(answer, reply or None)
-            self._report(account)
+            return {}, Problem(f"{type(error).__name__}: {error or 'no further word'}", transient=transient, cause=error)
+        reply, problem = _judge(self.dialect, response)
+        if problem is None:
+            seq = response.headers.get(CALL_HEADER, "")
+            self._on_reply(reply, int(seq) if seq.isdigit() else None)
         return reply, problem
-
-
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=certifi.where())
-    context.set_default_verify_paths()  # also SSL_CERT_FILE and SSL_CERT_DIR, for an authority of one's own
-    return context
 
 
 def _judge(dialect: str, response: httpx.Response) -> tuple[dict[str, Any], Problem | None]:
@@ -178,25 +152,17 @@ def _judge(dialect: str, response: httpx.Response) -> tuple[dict[str, Any], Prob
         error = reply.get("error") if isinstance(reply, dict) else None
         text = f"HTTP {status}: {clip(json.dumps(error) if error else response.text, 600)}"
         code = error.get("code") if isinstance(error, dict) else None
-        if code == _BUDGET_CODE:
-            return {}, Problem(text, status, kind=PolicyBudgetExhaustedError)
-        if status in {400, 413, 422} and any(sign in text.lower() for sign in _TOO_LONG):
+        if isinstance(error, dict) and code == BUDGET_CODE:
+            return {}, Problem(str(error.get("message")), status, kind=PolicyBudgetExhaustedError)
+        if is_too_long(status, text):
             return {}, Problem(text, status, kind=ContextWindowExceededError)
-        transient = status in _TRANSIENT or status >= httpx.codes.INTERNAL_SERVER_ERROR
-        return {}, Problem(text, status, transient, _seconds(response.headers.get("retry-after")))
-    if not isinstance(reply, dict) or not _has_answer(dialect, reply):
+        return {}, Problem(text, status, is_transient(status), _seconds(response.headers.get("retry-after")))
+    if not isinstance(reply, dict) or not has_answer(dialect, reply):
         if isinstance(reply, dict) and reply.get("status") == "failed":
             return {}, Problem(f"the model says it failed: {clip(json.dumps(reply.get('error')), 600)}", status, transient=True)
         found = clip(response.content[:200].decode("utf-8", "backslashreplace"), 200)
         return {}, Problem(f"HTTP 200 with what is no {dialect} answer: {found!r}", status, transient=True)
     return reply, None
-
-
-def _has_answer(dialect: str, reply: Mapping[str, Any]) -> bool:
-    if dialect == "responses":
-        return reply.get("status") != "failed" and isinstance(reply.get("output"), list)
-    choices = reply.get("choices")
-    return isinstance(choices, list) and bool(choices) and isinstance(choices[0].get("message"), dict)
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -211,34 +177,3 @@ def _seconds(retry_after: str | None) -> float | None:
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     except ValueError:
         return None
-
-
-def usage_of(reply: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the token counts of either dialect under one set of names; None when the reply has none."""
-    usage = reply.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    taken = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
-    given = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
-    return {
-        "input_tokens": usage.get("input_tokens") or usage.get("prompt_tokens") or 0,
-        "output_tokens": usage.get("output_tokens") or usage.get("completion_tokens") or 0,
-        "reasoning_tokens": given.get("reasoning_tokens") or 0,
-        "cached_tokens": taken.get("cached_tokens") or 0,
-    }
-
-
-def finish_of(reply: Mapping[str, Any]) -> str | None:
-    """Return why the model stopped, in the dialect's own word."""
-    if "choices" in reply:
-        reason = reply["choices"][0].get("finish_reason")
-        return None if reason is None else str(reason)
-    if reply.get("status") == "incomplete":
-        return str((reply.get("incomplete_details") or {}).get("reason") or "incomplete")
-    return None if "status" not in reply else str(reply["status"])
-
-
-def _bounded(raw: bytes, parsed: Mapping[str, Any] | None) -> object:
-    if len(raw) <= PAYLOAD_MAX and parsed is not None:
-        return parsed
-    return {"clipped": clip(raw.decode("utf-8", "backslashreplace"), PAYLOAD_MAX // 2)}

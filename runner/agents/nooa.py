@@ -14,9 +14,8 @@ It refuses options that it does not know: a typo must not become a default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from boxstrap.runner.agents import Launch
+from boxstrap.runner.agents import Launch, options_of
+from boxstrap.runner.environment import MODEL_URL
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.wire import Request
 
@@ -38,7 +37,9 @@ def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> La
     """
     del session
     check(request)
-    return Launch(argv=[runtime.python, "-I", "-B", "-c", _START, runtime.site, runtime.app], interpreter=True)
+    assert request.model is not None  # noqa: S101 (check() saw to it)
+    argv = [runtime.python, "-I", "-B", "-c", _START, runtime.site, runtime.app]
+    return Launch(argv=argv, env={MODEL_URL: request.model.url}, interpreter=True)
 
 
 def check(request: Request) -> None:
@@ -47,20 +48,7 @@ def check(request: Request) -> None:
     Raises:
         ValueError: with what was found and what was needed.
     """
-    if request.model is None:
-        raise ValueError("agent nooa: found no model, needed its url and name")
-    if request.model.api not in DIALECTS:
-        raise ValueError(f"agent nooa: found model api {request.model.api!r}, needed one of {', '.join(DIALECTS)}")
-    _check_options(request.options)
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        kind = OPTIONS.get(name)
-        if kind is None:
-            raise ValueError(f"agent nooa: found option {name!r}, needed one of {', '.join(OPTIONS)}")
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"agent nooa: found {name}={value!r}, needed {kind.__name__}")
+    _, options = options_of(request, dialects=DIALECTS, **OPTIONS)
     module, _, name = str(options.get("agent_class", DEFAULT_AGENT_CLASS)).partition(":")
     if not module or not name.isidentifier():
         raise ValueError(f"agent nooa: found agent_class {options['agent_class']!r}, needed module:Class")

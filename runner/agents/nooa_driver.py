@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
 
 from boxstrap.runner.agents.event_writer import EventWriter, clip
 from boxstrap.runner.agents.nooa import DEFAULT_AGENT_CLASS, check
-from boxstrap.runner.environment import SESSION_DIR, restore_task_variables
+from boxstrap.runner.environment import MODEL_URL, SESSION_DIR, restore_task_variables
 from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Kind, Outcome, Request, request_from
 
 TERM_BOUND_S = 1.5
@@ -105,7 +105,7 @@ class Run:
         ensure_loaded()  # the model registry reads its files once: now, while there are none
         model = self._request.model
         assert model is not None  # noqa: S101 (check() saw to it)
-        endpoint = ModelEndpoint(model, max_calls=self._request.max_policy_calls, report=self._on_model_call)
+        endpoint = ModelEndpoint(model, owner=lambda: self._recorder.invocation, on_reply=self._on_reply)
         client = ResponsesModel if model.api == "responses" else ChatModel
         agent = agent_class(llm=client(endpoint, self._request.options))
         if getattr(sys.modules.get("nooa.tracing"), "_provider", None) is not None:
@@ -138,7 +138,7 @@ class Run:
             with self._phase("solve"):
                 answer = await agent._solve_task(self._request.prompt)
         except PolicyBudgetExhaustedError as error:
-            return End(Outcome.POLICY_BUDGET_EXHAUSTED, str(error), {"model_calls": endpoint.calls})
+            return End(Outcome.POLICY_BUDGET_EXHAUSTED, str(error))
         except ModelFailedError as error:
             return End(Outcome.MODEL_FAILED, str(error), {"causes": causes(error)})
         except Exception as error:  # noqa: BLE001
@@ -166,10 +166,9 @@ class Run:
             self._events.emit(Kind.GAP, {"code": "non_trainable_terminal_output", "detail": why})
         return bounded
 
-    def _on_model_call(self, account: dict[str, object]) -> None:
-        self._events.emit(Kind.MODEL_CALL, {**account, "invocation_id": self._recorder.invocation})
-        for text in reasoning_in(account.get("response")):
-            self._events.emit(Kind.REASONING, {"text": clip(text), "model_call_seq": account["seq"]})
+    def _on_reply(self, reply: Mapping[str, object], seq: int | None) -> None:
+        for text in reasoning_in(reply):
+            self._events.emit(Kind.REASONING, {"text": clip(text), "model_call_seq": seq})
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -250,6 +249,13 @@ def reasoning_in(response: object) -> Iterator[str]:
             yield str(text)
 
 
+def at_gateway(request: Request, url: str) -> Request:
+    """Point the request at the session's gateway, which adds the model's headers itself."""
+    if request.model is None:
+        return request
+    return replace(request, model=replace(request.model, url=url, headers={}))
+
+
 def main() -> NoReturn:
     """Run the request of the session folder that the environment names. Never returns."""
     restore_task_variables(os.environ)
@@ -260,7 +266,7 @@ def main() -> NoReturn:
         sys.exit(ExitStatus.USAGE)
     try:
         with open(os.path.join(os.environ.pop(SESSION_DIR), "request.json"), "rb") as file:
-            request = request_from(file.read(REQUEST_MAX))
+            request = at_gateway(request_from(file.read(REQUEST_MAX)), os.environ.pop(MODEL_URL))
         check(request)
         os.chdir(request.workdir)
     except (ValueError, KeyError, OSError) as error:
