@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from boxstrap.runner import agents, cgroups, environment, processes, receipts
 from boxstrap.runner.evidence import EvidenceLog, plain
+from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.pump import Pump
 from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor
