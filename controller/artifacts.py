@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from boxstrap.controller import archives, interpreter_sources, payloads, tarball
-from boxstrap.controller.cache import Cache, Reporter, key_of
+from boxstrap.controller import archives, interpreter_sources, payloads, programs, tarball
+from boxstrap.controller.cache import Cache, Entry, Reporter, key_of
 from boxstrap.controller.errors import UsageError
 from boxstrap.controller.interpreter_sources import host_arch
 
@@ -44,7 +44,10 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Payload:
-    """An agent's tree as .tar.gz, unpacked into site/. `smoke` are modules that must import before it is published."""
+    """An agent's tree as .tar.gz, unpacked into site/.
+
+    `smoke` are modules that must import before it is published, and programs (with a slash) that must print their version.
+    """
 
     path: Path
     sha256: str
@@ -100,19 +103,26 @@ def payload(
     *,
     variant: str = "lean",
     interpreter: Interpreter,
+    program: programs.Program | None = None,
     cache: Path | None = None,
     report: Reporter | None = None,
 ) -> Payload | None:
     """Find or build an agent's payload for an interpreter; None when the agent needs nothing installed.
 
+    `program` says which program is meant, for agents that are programs.
+
     Raises:
-        ArtifactError: it could not be built, or does not import under the interpreter.
-        UsageError: there is no such agent or variant.
+        ArtifactError: it could not be built or fetched, or does not import under the interpreter.
+        UsageError: there is no such agent or variant, or what is said of the program does not do.
     """
     if agent in payloads.NEEDS_NONE or variant == "none":
         return None
-    recipe = payloads.recipe_for(agent, variant)
     store = Cache(cache, report=report)
+    if programs.is_program(agent):
+        wanted = program or programs.Program()
+        smoke = programs.members(agent, interpreter.arch, wanted)
+        return _payload(programs.find(store, agent, interpreter.arch, wanted), agent, variant, interpreter, smoke)
+    recipe = payloads.recipe_for(agent, variant)
     native = interpreter.arch == host_arch()
 
     def build(target: Path) -> Mapping[str, str]:
@@ -128,6 +138,10 @@ def payload(
 
     inputs = {**payloads.inputs_of(recipe), "arch": interpreter.arch, "python": interpreter.version}
     entry = store.get("payloads", key_of(inputs), f"{agent}-{variant}.tar.gz", build)
+    return _payload(entry, agent, variant, interpreter, recipe.smoke)
+
+
+def _payload(entry: Entry, agent: str, variant: str, interpreter: Interpreter, smoke: tuple[str, ...]) -> Payload:
     return Payload(
         path=entry.path,
         sha256=entry.sha256,
@@ -137,7 +151,7 @@ def payload(
         python=interpreter.minor,
         glibc_floor=entry.facts["glibc_floor"],
         unpacked_bytes=int(entry.facts["unpacked_bytes"]),
-        smoke=recipe.smoke,
+        smoke=smoke,
     )
 
 

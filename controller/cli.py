@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import secrets
 import signal
 import sys
@@ -20,7 +21,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from boxstrap.controller import artifacts, payloads
+from boxstrap.controller import artifacts, payloads, programs
+from boxstrap.controller.activation import PRESETS
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, UsageError
 from boxstrap.controller.sandbox import Sandbox
@@ -30,7 +32,7 @@ from boxstrap.controller.session import Result, SessionSpec, open_session
 from boxstrap.controller.show import Progress, show_result
 from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
 
-AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.NEEDS_NONE)
+AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.by_lock() | payloads.NEEDS_NONE | programs.known())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--prompt-file", required=True, type=Path, metavar="F")
     run.add_argument("--model-url", metavar="URL", help="as the sandbox sees it, up to and with /v1")
     run.add_argument("--model-name", default="model", metavar="NAME")
-    run.add_argument("--model-api", default="responses", choices=("responses", "chat"))
+    run.add_argument("--model-api", choices=("responses", "chat"), help="default: responses for nooa, chat for others")
     run.add_argument("--model-header", action="append", default=[], metavar="NAME=VALUE")
     run.add_argument("--model-timeout", type=float, default=600.0, metavar="S", help="seconds for one model call")
     run.add_argument("--session", metavar="ID", help="the same id and --out attach after a restart (default: random)")
@@ -78,19 +80,36 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--runtime-root", default="", metavar="DIR", help="instead of /opt/nemo-gym-<agent>")
     run.add_argument("--session-root", default="", metavar="DIR", help="instead of the folder under the temporary folder")
     run.add_argument("--interpreter", type=Path, metavar="PATH", help="pack this Python instead of one that is found")
-    run.add_argument("--activation", default="", metavar="BASH", help="a snippet that makes the task's environment")
+    run.add_argument(
+        "--activation", default="", metavar="BASH", help=f"a snippet that makes the task's environment, or {', '.join(PRESETS)}"
+    )
+    run.add_argument(
+        "--option", action="append", default=[], metavar="NAME=JSON", help="an option of the agent: see its module"
+    )
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="added to the agent's environment")
     run.add_argument("--user", help="run as this user of the box")
     run.add_argument("--network", help="with --image: the container's network")
     run.add_argument("--loopback-ok", action="store_true", help="a loopback model URL means the box's own")
     run.add_argument("--allow-credentials", action="store_true", help="the box may have what looks like a provider's key")
     run.add_argument("argv", nargs="*", help="agent command: the program and its arguments, after --")
+    _add_program(run)
     build = commands.add_parser("build", help="build the archive and, with --agent, what its runtime needs")
     build.set_defaults(call=_build)
     build.add_argument("--agent", choices=AGENTS)
     build.add_argument("--payload", default="lean", choices=("lean", "full"))
     build.add_argument("--arch", default="x86_64", choices=("x86_64", "aarch64"))
+    _add_program(build)
     return parser
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--program", default="", metavar="FILE|URL", help="agents that are programs: which one")
+    parser.add_argument("--program-sha256", default="", metavar="HEX", help="what it must hash to; a URL needs it")
+    parser.add_argument("--accept-eula", action="store_true", help="you have read and accept the program's licence")
+
+
+def _program(options: argparse.Namespace) -> programs.Program:
+    return programs.Program(source=options.program, sha256=options.program_sha256, accept_eula=options.accept_eula)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,13 +124,23 @@ def _pairs(items: list[str]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in items)
 
 
+def _agent_options(items: list[str]) -> dict[str, object]:
+    found = {}
+    for name, text in _pairs(items).items():
+        try:
+            found[name] = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"--option {name}: found {text!r}, needed JSON ({error}).", remedy="Quote texts.") from error
+    return found
+
+
 def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
     model = None
     if options.model_url:
         model = Model(
             url=options.model_url,
             name=options.model_name,
-            api=options.model_api,
+            api=options.model_api or ("responses" if options.agent == "nooa" else "chat"),
             headers=_pairs(options.model_header),
             timeout_s=options.model_timeout,
         )
@@ -128,6 +157,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         runtime_root=options.runtime_root,
         session_root=options.session_root,
         interpreter=options.interpreter,
+        program=_program(options),
         budgets=budgets,
         loopback_ok=options.loopback_ok,
         allow_credentials=options.allow_credentials,
@@ -135,6 +165,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         activation=options.activation,
         env=_pairs(options.env),
         argv=options.argv,
+        options=_agent_options(options.option),
     )
 
 
@@ -207,7 +238,9 @@ def _build(options: argparse.Namespace, console: Console) -> int:
             f"interpreter  {interpreter.path.stat().st_size:>11,} bytes  CPython {interpreter.version} {interpreter.arch}, "
             f"needs glibc {interpreter.glibc_floor}"
         )
-        payload = artifacts.payload(options.agent, variant=options.payload, interpreter=interpreter, report=report)
+        payload = artifacts.payload(
+            options.agent, variant=options.payload, interpreter=interpreter, program=_program(options), report=report
+        )
         if payload is not None:
             report(f"payload      {payload.path.stat().st_size:>11,} bytes  {payload.agent} {payload.variant} {payload.arch}")
     return ExitStatus.OK

@@ -79,14 +79,28 @@ _PACKAGED_TESTS = {"tests", "test"}
 def recipe_for(agent: str, variant: str) -> Recipe:
     """Find the recipe of an agent's variant.
 
+    An agent that is not in the table has one variant, made from requirements/<agent>.txt; a line `# smoke: MODULE …` in
+    its .in names what must import.
+
     Raises:
         UsageError: there is none.
     """
-    try:
+    if (agent, variant) in RECIPES:
         return RECIPES[agent, variant]
-    except KeyError:
-        known = ", ".join(f"{a} {v}" for a, v in RECIPES)
-        raise UsageError(f"There is no {variant!r} payload for the agent {agent!r}.", remedy=f"Known: {known}.") from None
+    if agent not in by_lock():
+        known = ", ".join([*(f"{a} {v}" for a, v in RECIPES), *sorted(by_lock())])
+        raise UsageError(f"There is no {variant!r} payload for the agent {agent!r}.", remedy=f"Known: {known}.")
+    return Recipe(lock=f"{agent}.txt", platform="manylinux2014", smoke=_smoke_of(REQUIREMENTS / f"{agent}.in"))
+
+
+def by_lock() -> set[str]:
+    """Name the agents that need no more than their lock: requirements/<agent>.in, which says what to smoke, and .txt."""
+    return {path.stem for path in REQUIREMENTS.glob("*.in") if path.with_suffix(".txt").is_file() and _smoke_of(path)}
+
+
+def _smoke_of(source: Path) -> tuple[str, ...]:
+    lines = source.read_text(encoding="utf-8").splitlines()
+    return tuple(word for line in lines if line.startswith("# smoke:") for word in line.split()[2:])
 
 
 def inputs_of(recipe: Recipe) -> dict[str, object]:

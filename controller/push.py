@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from boxstrap.controller import artifacts
+from boxstrap.controller import artifacts, programs
+from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.errors import BoxstrapError, InstallError, PreflightError, SandboxLost, SetupFailed
 from boxstrap.controller.phases import Phases
 from boxstrap.controller.sandbox import ExecResult, Sandbox
@@ -45,6 +46,7 @@ class Want:
     urls: Sequence[str] = ()
     loopback_ok: bool = False
     interpreter: Path | None = None
+    program: programs.Program | None = None
     user: str | int | None = None
 
 
@@ -59,7 +61,7 @@ async def run(sandbox: Sandbox, command: str, *, user: str | int | None = None, 
         raise SandboxLost(
             f"The sandbox did not run a command: {result.error_type}: {(result.stderr or '').strip()[:300]}",
             remedy="Check that it still runs.",
-            code="sandbox-timeout" if result.error_type == "timeout" else None,
+            code={"timeout": "sandbox-timeout", "exec_failed": "sandbox-refused"}.get(result.error_type),
         )
     return result
 
@@ -137,7 +139,7 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
             answer = answer_of(await _verb(sandbox, want, pushed, ["install", *flags]), "install")
             _raise_refusal(answer)
     finally:
-        await _remove(sandbox, want, folder)
+        await carry_through(_remove(sandbox, want, folder))
     if answer.installed is None:
         raise SetupFailed("`install` answered without saying what it installed.", remedy="This is a bug of boxstrap.")
     return runtime, answer.installed
@@ -147,7 +149,7 @@ def _artifacts(
     want: Want, arch: str, report: Callable[[str], None]
 ) -> tuple[artifacts.Archive, artifacts.Interpreter, artifacts.Payload | None]:
     interpreter = artifacts.interpreter(arch=arch, source=want.interpreter, report=report)
-    payload = artifacts.payload(want.agent, variant=want.variant, interpreter=interpreter, report=report)
+    payload = artifacts.payload(want.agent, variant=want.variant, interpreter=interpreter, program=want.program, report=report)
     return artifacts.archive(report=report), interpreter, payload
 
 

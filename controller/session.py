@@ -14,21 +14,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import shlex
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
 from boxstrap.controller import push
+from boxstrap.controller.activation import snippet
+from boxstrap.controller.box import STOP_MARGIN_S, STOPPED, BoxSession
 from boxstrap.controller.budgets import Budgets
+from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.collect import Collector, Gap
 from boxstrap.controller.credentials import refuse_credentials
 from boxstrap.controller.errors import (
+    CleanupUnconfirmed,
     EvidenceError,
     SandboxLost,
     SessionConflict,
@@ -36,12 +39,13 @@ from boxstrap.controller.errors import (
     SetupFailed,
     UsageError,
 )
+from boxstrap.controller.fetch import fetch_artifacts
 from boxstrap.controller.phases import Phases
-from boxstrap.controller.sandbox import ExecResult, Sandbox
+from boxstrap.controller.programs import Program
+from boxstrap.controller.sandbox import Sandbox
 from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_root, default_session_root
 from boxstrap.runner.wire import (
     SESSION_ID,
-    Answer,
     Event,
     Installed,
     Kind,
@@ -52,17 +56,22 @@ from boxstrap.runner.wire import (
     Tail,
     outcome_of,
     request_digest,
-    to_json,
 )
 
-TAIL_WAIT_S = 20.0
-TAIL_MARGIN_S = 30.0
-ABSENT_BOUND_S = 5.0
-"""How long a launched session may stay unclaimed before the launch is repeated in the foreground, to hear why."""
-TRANSPORT_TRIES = 4
-STOP_MARGIN_S = 60.0
-HELD_BOUND_S = 5.0
+STOP_AGAIN_S = 1.0
+"""How long an activation may take to notice a stop before it is stopped again: it may not have claimed the session yet."""
 RESULT = "result.json"
+ARTIFACTS = "artifacts"
+
+
+class State(StrEnum):
+    """Where a Session stands. It goes forward only, but for an open that failed and a close that is repeated."""
+
+    NEW = "not open"
+    OPENING = "opening"
+    OPEN = "open already"
+    CLOSING = "closing"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,8 @@ class SessionSpec:
 
     `out` is the host's folder for this session; the same `session_id` and `out` attach after a restart. `loopback_ok`
     says that the box shares the network in which a loopback URL is meant. `allow_credentials` lets a request carry what
-    looks like a provider's key.
+    looks like a provider's key. `program` says which program is meant where the agent is one. `activation` is a
+    preset of activation.py or a bash snippet.
     """
 
     session_id: str
@@ -83,6 +93,7 @@ class SessionSpec:
     runtime_root: str = ""
     session_root: str = ""
     interpreter: Path | None = None
+    program: Program | None = None
     budgets: Budgets = field(default_factory=Budgets)
     loopback_ok: bool = False
     allow_credentials: bool = False
@@ -102,7 +113,7 @@ class SessionSpec:
             prompt=prompt,
             model=self.model,
             deadline_s=float(self.budgets.worker_s),
-            activation=self.activation,
+            activation=snippet(self.activation),
             env=self.env,
             argv=self.argv,
             options=self.options,
@@ -112,7 +123,10 @@ class SessionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How an invocation ended. All of it but `outcome`'s infrastructure verdict is agent-reported."""
+    """How an invocation ended. All of it but `outcome`'s infrastructure verdict is agent-reported.
+
+    `artifacts` payloads that were too large for a line lie beside the evidence, under artifacts/<sha256>.
+    """
 
     outcome: Outcome
     detail: str
@@ -121,6 +135,7 @@ class Result:
     events: int
     gaps: list[Gap]
     seconds: dict[str, float]
+    artifacts: int = 0
     provenance: str = "agent_reported"
 
     @property
@@ -161,18 +176,23 @@ class Session:
         self.installed: Installed | None = None
         self._request: Request | None = None
         self._running: asyncio.Task[Result] | None = None
-        self._held: asyncio.Task[object] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._state = State.NEW
+        self._box: BoxSession | None = None
+        self._artifacts = 0
+        self._foreign = False
+        """Whether the session in the box turned out to be another request's: closing must not stop it."""
         self.result: Result | None = None
-        self._closed = False
 
     async def open(self) -> None:
-        """Check the box and make sure that the agent's runtime is in it.
+        """Check the box and make sure that the agent's runtime is in it. May be repeated when it failed.
 
         Raises:
             PreflightError, InstallError, ArtifactError, SandboxLost: see push.ensure_runtime.
+            SessionStateError: it was called before, or after close.
         """
-        if self.runtime is not None:
-            raise SessionStateError("The session is open already.", remedy="Call open once.")
+        if self._state is not State.NEW:
+            raise SessionStateError(f"The session is {self._state}.", remedy="Call open once, before anything else.")
         spec = self.spec
         want = push.Want(
             agent=spec.agent,
@@ -183,25 +203,32 @@ class Session:
             urls=[_origin(spec.model.url)] if spec.model else [],
             loopback_ok=spec.loopback_ok or bool(getattr(self._sandbox, "shares_host_network", False)),
             interpreter=spec.interpreter,
+            program=spec.program,
             user=spec.user,
         )
-        self.runtime, self.installed = await push.ensure_runtime(self._sandbox, want, self.phases)
+        self._state = State.OPENING
+        try:
+            self.runtime, self.installed = await push.ensure_runtime(self._sandbox, want, self.phases)
+            self._state = State.OPEN
+        finally:
+            if self._state is State.OPENING:
+                self._state = State.NEW
+        self._box = BoxSession(self._sandbox, self.paths, self.runtime.archive, self.collector, user=spec.user)
 
     async def invoke(self, request: Request) -> Result:
         """Run the agent once and return how it ended; an identical request joins the activation that runs or ran.
 
         Raises:
             SessionConflict: another request holds this session.
-            SandboxLost: the sandbox stopped answering.
-            SetupFailed: the runner in the box could not start the session.
+            SessionStateError: the session is not open.
         """
-        if self.runtime is None or self._closed:
-            raise SessionStateError("The session is not open.", remedy="Call open before invoke and close after it.")
+        if self._state is not State.OPEN or self._box is None:
+            raise SessionStateError(f"The session is {self._state}.", remedy="Call open before invoke, and close after it.")
         if self._running is None:
             if not self.spec.allow_credentials:
                 refuse_credentials(request)
             self._request = request
-            self._running = asyncio.create_task(self._activate(request))
+            self._running = asyncio.create_task(self._activate(request, self._box))
         elif request != self._request:
             raise SessionConflict("Another request holds this session.", remedy="Open a session with another id.")
         return await asyncio.shield(self._running)
@@ -209,62 +236,96 @@ class Session:
     async def close(self) -> Result | None:
         """Stop the agent, collect to the end, remove the session's folder. Safe to repeat until it succeeds.
 
+        A cancelled caller waits for it all the same: it is bounded by `budgets.stop_s`, and leaving would leave the agent.
+
         Returns:
             The final result, or None when nothing was ever invoked.
 
         Raises:
             SandboxLost: the sandbox stopped answering; what was collected is on the host's disk.
+            CleanupUnconfirmed: processes of the session are left in the sandbox.
+            SessionStateError: open is still at work: cancel it first.
         """
-        if self._closed or self._running is None or self.runtime is None:
-            self._finish()
-            return self.result
-        with self.phases.step("close"):
-            if not self._running.done():
-                await self._stop()
-            await asyncio.wait({self._running})
-            await self._release()
-            lost = self.result is not None and self.result.outcome is Outcome.SANDBOX_LOST
-            with contextlib.suppress(SandboxLost) if lost else contextlib.nullcontext():
-                await self._verb(["stop", "--remove"], bound_s=self.spec.budgets.stop_s)
-        self._finish()
+        if self._state is State.OPENING:
+            raise SessionStateError("The session is opening.", remedy="Cancel open, or wait for it, and then close.")
+        if self._state is not State.CLOSED:
+            self._state = State.CLOSING
+            if self._closing is None or self._closing.done():
+                self._closing = asyncio.create_task(self._close())
+            await carry_through(self._closing)
         return self.result
 
-    def _finish(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.collector.close()
+    async def _close(self) -> None:
+        box, running = self._box, self._running
+        if box is not None and running is not None and not (running.done() and self._foreign):
+            with self.phases.step("close"):
+                stop_s = float(self.spec.budgets.stop_s)
+                while not running.done():
+                    with contextlib.suppress(SandboxLost, CleanupUnconfirmed):  # the activation finds out for itself
+                        await box.stop(bound_s=stop_s)
+                    await asyncio.wait({running}, timeout=STOP_AGAIN_S)
+                await box.release()
+                lost = self.result is not None and self.result.outcome is Outcome.SANDBOX_LOST
+                with contextlib.suppress(SandboxLost) if lost else contextlib.nullcontext():
+                    if lost:
+                        await self._collect_rest(box, stop_s)
+                    await box.remove(bound_s=stop_s)
+        self._state = State.CLOSED
+        self.collector.close()
 
-    async def _release(self) -> None:
-        """Let the exec that held the runner go: its runner has ended, or never will."""
-        if self._held is not None:
-            done, _ = await asyncio.wait({self._held}, timeout=HELD_BOUND_S)
-            if not done:
-                self._held.cancel()
-            await asyncio.gather(self._held, return_exceptions=True)
-            self._held = None
-
-    async def _activate(self, request: Request) -> Result:
+    async def _activate(self, request: Request, box: BoxSession) -> Result:
         digest = request_digest(request)
         earlier = self._earlier(digest)
         if earlier is not None:
             return earlier
         try:
-            receipt = await self._run_to_end(request, digest)
-        except (SandboxLost, SetupFailed, EvidenceError) as error:
+            tail = await self._run_to_end(request, digest, box)
+        except SessionConflict:
+            self._foreign = True
+            await box.release()
+            raise
+        except (SandboxLost, SetupFailed, EvidenceError, CleanupUnconfirmed) as error:
+            await box.salvage(self.spec.out / ".salvaged")
             self.collector.end(None)
             return self._conclude(error.outcome, str(error), None)
+        if tail.claim == STOPPED:
+            return self._conclude(Outcome.CANCELLED, "it was stopped before it began", None)
+        return await self._judge(tail.receipt, digest, box)
+
+    async def _judge(self, receipt: Receipt | None, digest: str, box: BoxSession) -> Result:
+        """Conclude from a receipt that is this session's; one that is not is named, and nobody's word for anything."""
+        if receipt is not None and (receipt.session_id, receipt.request_digest) != (self.spec.session_id, digest):
+            self.collector.note(
+                "foreign_receipt", f"session {receipt.session_id[:128]!r}, request {receipt.request_digest[:16]!r}"
+            )
+            receipt = None
         self.collector.end(receipt)
+        self._artifacts = await fetch_artifacts(self._sandbox, self.paths.artifacts, self.spec.out / ARTIFACTS, self.collector)
         if receipt is None:
-            return self._conclude(Outcome.SANDBOX_LOST, "the supervisor is gone and left no receipt", None)
+            return self._conclude(Outcome.SANDBOX_LOST, "the supervisor is gone and left no receipt of this session", None)
         return self._conclude(outcome_of(receipt), receipt.detail, receipt)
 
-    async def _run_to_end(self, request: Request, digest: str) -> Receipt | None:
-        begun = time.monotonic()
+    async def _run_to_end(self, request: Request, digest: str, box: BoxSession) -> Tail:
         bound_s = request.deadline_s + request.grace_s + STOP_MARGIN_S
-        if not await self._claim():
-            await self._send(request)
-            self._launch(bound_s=bound_s)
-        return (await self._follow(digest, begun, begun + bound_s)).receipt
+        launched = not await box.claim()
+        if launched:
+            await box.send(request, self.spec.out / "request.json")
+            if self._state is State.CLOSING:
+                return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED)
+            box.launch(bound_s=bound_s)
+        return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+
+    async def _collect_rest(self, box: BoxSession, stop_s: float) -> None:
+        """A box that was lost may be back: what was written meanwhile is evidence, and the outcome stays what it was."""
+        assert self._request is not None  # noqa: S101 (held by invoke)
+        if self.result is None or self.result.receipt is not None:
+            return
+        detail = self.result.detail
+        with contextlib.suppress(EvidenceError, CleanupUnconfirmed, SetupFailed):
+            tail = await box.catch_up(stop_s=stop_s)
+            if tail.claim != STOPPED:
+                await self._judge(tail.receipt, request_digest(self._request), box)
+                self._conclude(Outcome.SANDBOX_LOST, detail, self.result.receipt)
 
     def _earlier(self, digest: str) -> Result | None:
         """Return the result that an earlier controller wrote for this very request."""
@@ -283,95 +344,13 @@ class Session:
             evidence=self.collector.path,
             events=self.collector.events,
             gaps=self.collector.gaps,
+            artifacts=self._artifacts,
             seconds=dict(self.phases.seconds),
         )
-        (self.spec.out / RESULT).write_bytes(_RESULT.dump_json(self.result, indent=1) + b"\n")
+        part = self.spec.out / f".{RESULT}.part"
+        part.write_bytes(_RESULT.dump_json(self.result, indent=1) + b"\n")
+        part.replace(self.spec.out / RESULT)
         return self.result
-
-    async def _claim(self) -> str:
-        """Make the session's folder and read its claim: someone may have started this session before."""
-        path = shlex.quote(self.paths.path)
-        root = shlex.quote(self._session_root)
-        script = f"umask 077; mkdir -p {root} && chmod 0755 {root}; mkdir -p {path}; readlink {path}/launch.claim || :"
-        done = await push.run(self._sandbox, script, user=self.spec.user)
-        if done.return_code != 0:
-            raise SetupFailed(
-                f"The session's folder could not be made: {(done.stderr or '').strip()[:300]}", code="not-writable"
-            )
-        return (done.stdout or "").strip()
-
-    async def _send(self, request: Request) -> None:
-        local = self.spec.out / "request.json"
-        local.write_text(to_json(request))
-        local.chmod(0o600)
-        await push.foreign(self._sandbox.upload(local, self.paths.request))
-
-    def _launch(self, *, bound_s: float) -> None:
-        """Start the runner in the box. Its exec stays open where the sandbox offers no detached one: see runner.sessions."""
-        assert self.runtime is not None  # noqa: S101 (held by invoke)
-        command = shlex.join(["sh", self.runtime.archive, "run", "--session", self.paths.path, "--hold", "--json"])
-        spawn = getattr(self._sandbox, "spawn", None)
-        call = (
-            spawn(command, user=self.spec.user)
-            if spawn is not None
-            else self._sandbox.exec(command, timeout_s=bound_s, user=self.spec.user)
-        )
-        self._held = asyncio.ensure_future(call)
-
-    async def _follow(self, digest: str, begun: float, bound: float) -> Tail:
-        """Tail until the session's state is final."""
-        repeated = False
-        while True:
-            tail = await self._tail(wait_s=min(TAIL_WAIT_S, 1.0 if self.collector.offset == 0 else TAIL_WAIT_S))
-            if tail.claim and tail.claim != digest:
-                raise SessionConflict(
-                    f"The session in the box belongs to request {tail.claim[:16]}, found {digest[:16]}.",
-                    remedy="Repeat the first request as it was, or open a session with another id.",
-                )
-            if tail.state in {"ended", "lost"} and tail.next >= tail.size:
-                return tail if tail.state == "ended" else await self._finish_lost()
-            if tail.state == "absent" and not repeated and time.monotonic() - begun > ABSENT_BOUND_S:
-                repeated = True
-                await self._start_again()
-            if time.monotonic() > bound:
-                await self._stop()
-                bound += STOP_MARGIN_S
-
-    async def _start_again(self) -> None:
-        """The launch left no claim: repeat it in the foreground. The claim makes that safe, and its answer says why."""
-        answer = await self._verb(["run", "--detach"], bound_s=STOP_MARGIN_S)
-        if answer.failure is not None:
-            raise SetupFailed(answer.failure.message, remedy=answer.failure.remedy, code=answer.failure.code)
-
-    async def _finish_lost(self) -> Tail:
-        await self._stop()
-        return await self._tail(wait_s=0.0)
-
-    async def _tail(self, *, wait_s: float) -> Tail:
-        """Ask for evidence once; a lost reply is asked for again from the same offset."""
-        words = ["tail", "--session", self.paths.path, "--from", str(self.collector.offset), "--wait", str(wait_s), "--json"]
-        for attempt in range(1, TRANSPORT_TRIES + 1):
-            try:
-                done = await self._run(words, bound_s=wait_s + TAIL_MARGIN_S)
-                return self.collector.feed((done.stdout or "").strip())
-            except (SandboxLost, EvidenceError) as error:
-                if attempt == TRANSPORT_TRIES or error.code == SandboxLost.code:
-                    raise
-                await asyncio.sleep(0.2 * 2**attempt)
-        raise AssertionError("unreachable")
-
-    async def _stop(self) -> None:
-        await self._verb(["stop"], bound_s=self.spec.budgets.stop_s)
-
-    async def _verb(self, words: list[str], *, bound_s: float) -> Answer:
-        done = await self._run([words[0], "--session", self.paths.path, *words[1:], "--json"], bound_s=bound_s)
-        return push.answer_of(done, words[0])
-
-    async def _run(self, words: list[str], *, bound_s: float) -> ExecResult:
-        assert self.runtime is not None  # noqa: S101 (held by invoke)
-        return await push.run(
-            self._sandbox, shlex.join(["sh", self.runtime.archive, *words]), user=self.spec.user, timeout_s=bound_s
-        )
 
     def _deliver(self, event: Event) -> None:
         if event.kind == Kind.PHASE and isinstance(event.data.get("name"), str):

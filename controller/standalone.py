@@ -8,7 +8,6 @@ the expected sha256, and the releases that ask for an executable stack.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import threading
@@ -19,6 +18,7 @@ from urllib.parse import unquote
 import httpx
 from pbs_installer import get_download_link
 
+from boxstrap.controller import download
 from boxstrap.controller.errors import ArtifactError
 from boxstrap.controller.interpreters import MINORS
 
@@ -26,8 +26,6 @@ BROKEN = ("20260320", "20260407")
 """First and last release whose libpython has an executable PT_GNU_STACK (python-build-standalone issues 1061 and 1072)."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds for the whole probe, name resolution included."""
-DOWNLOAD_TIMEOUT_S = 60.0
-"""Seconds without a byte."""
 _MICROS = 40
 
 
@@ -73,10 +71,11 @@ def newest(arch: str, *, minors: tuple[str, ...] = MINORS) -> Release | None:
 def reachable(url: str) -> bool:
     """Ask for one byte, for at most PROBE_TIMEOUT_S; a resolver that hangs is left behind in its thread."""
     answer: list[bool] = []
+    one = {"Range": "bytes=0-0"}
 
     def ask() -> None:
         try:
-            with _client(PROBE_TIMEOUT_S) as client, client.stream("GET", url, headers={"Range": "bytes=0-0"}) as response:
+            with httpx.stream("GET", url, headers=one, timeout=PROBE_TIMEOUT_S, follow_redirects=True) as response:
                 answer.append(response.status_code < 400)
         except (httpx.HTTPError, httpx.InvalidURL, OSError):
             answer.append(False)
@@ -99,22 +98,10 @@ def fetch(release: Release, target: Path) -> None:
             remedy="Use another release.",
             code="executable-stack",
         )
-    digest = hashlib.sha256()
-    try:
-        with _client(DOWNLOAD_TIMEOUT_S) as client, client.stream("GET", release.url) as response, target.open("wb") as out:
-            response.raise_for_status()
-            for chunk in response.iter_bytes(1 << 20):
-                digest.update(chunk)
-                out.write(chunk)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ArtifactError(f"The standalone Python could not be downloaded: {error}.", code="unreachable") from error
-    if digest.hexdigest() != release.sha256:
+    found = download.fetch(release.url, target, what="The standalone Python")
+    if found != release.sha256:
         raise ArtifactError(
-            f"The standalone Python has sha256 {digest.hexdigest()[:16]}…, needed {release.sha256[:16]}….",
+            f"The standalone Python has sha256 {found[:16]}…, needed {release.sha256[:16]}….",
             remedy="Look at the mirror (PBS_INSTALLER_BASE_URL) and the proxies on the way, or use --interpreter host.",
             code="upload-corrupt",
         )
-
-
-def _client(timeout: float) -> httpx.Client:
-    return httpx.Client(timeout=timeout, follow_redirects=True)

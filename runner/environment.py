@@ -87,7 +87,7 @@ def task_environment(environ: Mapping[str, str], activation: str = "") -> dict[s
         return task
     try:
         done = subprocess.run(
-            ["bash", "--norc", "--noprofile", "-c", f"{activation}\nexec env -0"],
+            ["bash", "--norc", "--noprofile", "-c", f"exec 3>&1 >&2\n{activation}\nexec env -0 >&3 3>&-"],
             env=task,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -114,6 +114,8 @@ def agent_environment(task: Mapping[str, str], request: Request, session: Sessio
     env["HOME"] = session.home
     for kind in ("CONFIG", "DATA", "STATE", "CACHE"):
         env[f"XDG_{kind}_HOME"] = f"{session.home}/.{kind.lower()}"
+    if "PWD" in env:  # the exec's own folder; some programs believe it rather than getcwd
+        env["PWD"] = request.workdir
     env["XDG_RUNTIME_DIR"] = f"{session.home}/.runtime"
     count = int(env["GIT_CONFIG_COUNT"]) if env.get("GIT_CONFIG_COUNT", "").isdigit() else 0
     for offset, folder in enumerate(_workdir_names(request.workdir)):
