@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         elif name == "tail":
             verb.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="byte offset (default 0)")
             verb.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for more (default 0)")
+            verb.add_argument("--follow", type=float, default=0.0, metavar="S", help="go on for at most S seconds, to the end")
         elif name == "stop":
             verb.add_argument("--wait", type=float, default=None, metavar="S", help="seconds to wait for the end")
             verb.add_argument("--remove", action="store_true", help="remove the session's folder afterwards")
@@ -93,6 +94,14 @@ def _run(options: argparse.Namespace, session: SessionPaths) -> int:
 
 
 def _tail(options: argparse.Namespace, session: SessionPaths) -> int:
+    if options.follow > 0:
+        try:
+            for tail in sessions.follow(session, start=max(0, options.start), bound_s=options.follow):
+                sys.stdout.buffer.write(to_json(tail).encode() + b"\n" if options.json else base64.b64decode(tail.chunk))
+                sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; what it did not get is asked for by offset
+        return ExitStatus.OK
     tail = sessions.tail(session, start=max(0, options.start), wait_s=min(options.wait, 120.0))
     if options.json:
         print(to_json(tail))

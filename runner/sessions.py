@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from boxstrap.runner import environment, processes, receipts, watchdog
@@ -32,6 +33,7 @@ from boxstrap.runner.wire import (
 
 POLL_S = 0.02
 STOP_MARGIN_S = 20.0
+FOLLOW_BEAT_S = 5.0
 GRACE_MAX_S = 60.0
 """What of the request's grace a stop waits for: the agent may have written another request there."""
 
@@ -146,6 +148,23 @@ def tail(session: SessionPaths, *, start: int, wait_s: float) -> Tail:
                 receipt=receipts.receipt_of(session) if state == "ended" else None,
             )
         time.sleep(POLL_S)
+
+
+def follow(session: SessionPaths, *, start: int, bound_s: float) -> Iterator[Tail]:
+    """Yield what `tail` would answer again and again, until the state is final and everything was told, or `bound_s` is over.
+
+    One process for a whole session in place of one for every reply: starting an interpreter is most of what a reply costs.
+    An empty answer every FOLLOW_BEAT_S tells the reader that the stream still stands.
+    """
+    bound = time.monotonic() + bound_s
+    seen = False
+    while time.monotonic() < bound:
+        told = tail(session, start=start, wait_s=FOLLOW_BEAT_S)
+        yield told
+        start = told.next
+        if (told.state in {"ended", "lost"} and told.next >= told.size) or (seen and told.state == "absent"):
+            return
+        seen = seen or told.state != "absent"
 
 
 def _checked_state(session: SessionPaths) -> str:

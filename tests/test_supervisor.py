@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,15 @@ def test_missing_workdir_is_refused_before_the_claim(runner: Runner) -> None:
     status, answer = runner.verb("run")
     assert (status, answer["failure"]["code"]) == (69, "workdir-missing")
     assert not (runner.folder / "launch.claim").is_symlink()
+
+
+def test_one_follower_sees_a_whole_session_and_ends_with_it(runner: Runner) -> None:
+    """Each answer takes up where the one before ended; the last has the receipt; it also ends when the session is removed."""
+    runner.request("sh", "-c", "for i in 1 2 3 4 5; do echo $i; sleep 0.05; done")
+    follower = runner.start("tail", "--follow", "60", "--json")
+    runner.start("run", "--hold", "--json")
+    out, _ = follower.communicate(timeout=60)
+    tails = [json.loads(line) for line in out.splitlines()]
+    assert all(after["start"] == before["next"] for before, after in pairwise(tails))
+    assert b"".join(base64.b64decode(tail["chunk"]) for tail in tails) == (runner.folder / "evidence.ndjson").read_bytes()
+    assert tails[-1]["receipt"]["cleanup_confirmed"] is True
