@@ -12,9 +12,11 @@ import base64
 import binascii
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,6 +27,9 @@ EVIDENCE_MAX = 1024 * 1024 * 1024
 """Bytes that one session may put on the host's disk."""
 GAPS_MAX = 1000
 """Gaps that are kept one by one; more are only counted."""
+ARTIFACTS_MAX = 1000
+"""Artifacts of one session that the host brings out."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 _EVENT = TypeAdapter(Event)
 _TAIL = TypeAdapter(Tail)
@@ -53,6 +58,7 @@ class Collector:
         self.events = 0
         self.gaps: list[Gap] = []
         self.gap_count = 0
+        self.artifacts: dict[str, None] = {}
         self.offset = 0
         self._resume()
 
@@ -81,14 +87,36 @@ class Collector:
         if tail.start > self.offset or tail.start < 0:
             raise EvidenceError(f"The sandbox answered from byte {tail.start}, needed byte {self.offset}.")
         data = data[self.offset - tail.start :]
+        self._keep(data)
+        return tail
+
+    def feed_file(self, path: Path) -> None:
+        """Take what a copy of the whole evidence.ndjson has beyond what was read; what was read must be its beginning.
+
+        Raises:
+            EvidenceError: it begins with something else, or a cap was passed.
+        """
+        with path.open("rb") as file:
+            if file_digest(file, self.offset) != self.sha256():
+                raise EvidenceError("The evidence in the box does not begin with what was collected.", code="evidence-changed")
+            while data := file.read(1024 * 1024):
+                self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        """Write it down, then deliver it."""
         if self.offset + len(data) > EVIDENCE_MAX:
-            raise EvidenceError(f"The evidence passed {EVIDENCE_MAX} bytes.", remedy="The session is stopped.")
+            raise EvidenceError(
+                f"The evidence passed {EVIDENCE_MAX} bytes.", remedy="The session is stopped.", code="evidence-cap"
+            )
         if data:
             self._file.write(data)
             self._file.flush()
             os.fsync(self._file.fileno())
             self._take(data)
-        return tail
+
+    def note(self, code: str, detail: str) -> None:
+        """Name something else that is missing."""
+        self._gap(code, self.offset, detail)
 
     def end(self, receipt: Receipt | None) -> None:
         """Name a torn last line, and compare what was collected with what the receipt says was written."""
@@ -141,6 +169,9 @@ class Collector:
             self._gap("missing_seq", begin, f"{self._seq + 1} to {event.seq - 1}")
         self._seq = event.seq
         self.events += 1
+        digest = event.data.get("artifact")
+        if isinstance(digest, str) and _DIGEST.fullmatch(digest) and len(self.artifacts) < ARTIFACTS_MAX:
+            self.artifacts[digest] = None
         if self._on_event is not None:
             self._on_event(event)
 
@@ -148,6 +179,15 @@ class Collector:
         self.gap_count += 1
         if len(self.gaps) < GAPS_MAX:
             self.gaps.append(Gap(code=code, offset=offset, detail=detail))
+
+
+def file_digest(file: BinaryIO, length: int) -> str:
+    """Return the digest (sha256, hex) of the next `length` bytes, or of as many as there are."""
+    sha = hashlib.sha256()
+    while length and (data := file.read(min(length, 1024 * 1024))):
+        sha.update(data)
+        length -= len(data)
+    return sha.hexdigest()
 
 
 def read_events(path: Path) -> Iterator[Event]:

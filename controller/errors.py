@@ -12,6 +12,7 @@
     │   └── InstallError      the runtime could not be published; carries the Failure
     ├── SessionConflict       another request already holds this session
     ├── SessionStateError     open, invoke and close were called out of order
+    ├── CleanupUnconfirmed    processes of the session are left in the sandbox; closing again tries again
     └── EvidenceError         the sandbox broke the evidence format or a cap
 
 Each has `code`, `message` and `remedy`, and prints as one sentence each.
@@ -60,10 +61,18 @@ class ArtifactError(BoxstrapError):
 
 
 class SandboxLost(BoxstrapError):
-    """The sandbox is gone or stopped answering."""
+    """The sandbox is gone or stopped answering.
+
+    `passing` is true where the sandbox is there and this one command got no answer: it may get one later.
+    """
 
     code = "sandbox-lost"
     outcome = Outcome.SANDBOX_LOST
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same call may well succeed when repeated."""
+        return self.code in {"sandbox-timeout", "sandbox-refused"}
 
 
 class SetupFailed(BoxstrapError):
@@ -101,8 +110,23 @@ class SessionStateError(BoxstrapError):
     code = "session-state"
 
 
+class CleanupUnconfirmed(BoxstrapError):
+    """Processes of the session are left in the sandbox, or nobody could make sure that none is."""
+
+    code = "cleanup-unconfirmed"
+    outcome = Outcome.SANDBOX_LOST
+
+
 class EvidenceError(BoxstrapError):
-    """The sandbox broke the evidence format or a cap."""
+    """The sandbox broke the evidence format or a cap.
+
+    `passing` is false where a cap was passed: asking again would bring no less.
+    """
 
     code = "evidence"
     outcome = Outcome.SANDBOX_LOST
+
+    @property
+    def passing(self) -> bool:
+        """Whether a repeated call may bring what was expected."""
+        return self.code == "evidence"

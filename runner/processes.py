@@ -10,17 +10,16 @@ everyone. A process is identified by (pid, start time), so that a reused pid is 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import resource
 import signal
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from boxstrap.runner.wire import BRANDS, session_brand
+
 _PR_SET_CHILD_SUBREAPER = 36
 _BRAND_LINE = b"Max realtime timeout"
-_BRANDS = range(2**61, 2**61 + 2**56)
-"""Microseconds, some 73,000 years: no process of the realtime class will ever reach such a limit."""
 _FREEZE_PASSES = 20
 
 
@@ -92,11 +91,6 @@ def descendants(roots: Iterable[int], processes: Iterable[Process]) -> list[Proc
     return found
 
 
-def brand(session: str) -> int:
-    """Return the brand of the session whose folder has that path."""
-    return _BRANDS.start + int.from_bytes(hashlib.sha256(os.fsencode(session)).digest()[:7], "big")
-
-
 def take_brand(number: int) -> bool:
     """Brand this process and all that it will start; False where the kernel does not keep or show such a limit."""
     try:
@@ -116,7 +110,7 @@ def brand_on(pid: int) -> int | None:
         return None
     soft = line[len(_BRAND_LINE) :].split()[:1]
     number = int(soft[0]) if soft and soft[0].isdigit() else 0
-    return number if number in _BRANDS else None
+    return number if number in BRANDS else None
 
 
 def bears_marker(pid: int, marker: bytes) -> bool:
@@ -137,7 +131,7 @@ def belonging(session: str, marker: bytes, everyone: Collection[Process], *, bel
         everyone: all processes.
         below: processes that everything below them is known to belong by.
     """
-    ours = brand(session)
+    ours = session_brand(session)
     found = set(descendants(below, everyone))
     signed = []
     for process in everyone:

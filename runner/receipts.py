@@ -20,7 +20,7 @@ from dataclasses import replace
 from boxstrap.runner import processes
 from boxstrap.runner.environment import MARKER
 from boxstrap.runner.layout import SessionPaths
-from boxstrap.runner.wire import Receipt, Survivor, to_json
+from boxstrap.runner.wire import Receipt, Survivor, session_brand, to_json
 
 STOPPED_CLAIM = "stopped"
 STARTING_BOUND_S = 15.0
@@ -86,7 +86,7 @@ def supervisor_alive(session: SessionPaths) -> tuple[int, int] | None:
     found = _pair([said.get("pid"), said.get("start")])
     if found is None or not processes.alive(*found):
         return None
-    return found if not said.get("branded") or processes.brand_on(found[0]) == processes.brand(session.path) else None
+    return found if not said.get("branded") or processes.brand_on(found[0]) == session_brand(session.path) else None
 
 
 def watchdog_alive(session: SessionPaths) -> tuple[int, int] | None:

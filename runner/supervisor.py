@@ -24,7 +24,7 @@ from boxstrap.runner.evidence import EvidenceLog, plain
 from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.pump import Pump
-from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor
+from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor, session_brand
 
 HEARTBEAT_S = 15.0
 TICK_S = 0.25
@@ -402,7 +402,7 @@ def supervise(
         os.dup2(source, target)
     os.close(null)
     os.close(log)
-    branded = processes.take_brand(processes.brand(session.path))
+    branded = processes.take_brand(session_brand(session.path))
     receipts.introduce(session, agent=request.agent, watchdog=watchdog, branded=branded)
     Supervisor(request, digest, session, runtime, environ, tell=tell).run()
     sys.stdout.flush()

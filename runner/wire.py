@@ -318,6 +318,15 @@ def runtime_digest(*, interpreter: str, payload: str | None, arch: str, archive:
     return hashlib.sha256("".join(f"{part}\n" for part in parts).encode("ascii")).hexdigest()
 
 
+BRANDS = range(2**61, 2**61 + 2**56)
+"""Microseconds, some 73,000 years: a limit that nothing will ever reach (see runner.processes)."""
+
+
+def session_brand(path: str) -> int:
+    """Return the brand of the session whose folder has that path in the sandbox."""
+    return BRANDS.start + int.from_bytes(hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()[:7], "big")
+
+
 def request_digest(request: Request) -> str:
     """Return the sha256 (hex) of the request's canonical JSON: sorted keys, compact, ASCII."""
     canonical = json.dumps(asdict(request), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import re
+import shutil
+import tarfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +26,7 @@ import docker
 import docker.errors
 import requests
 
-from boxstrap.controller.errors import SandboxLost
+from boxstrap.controller.errors import EvidenceError, SandboxLost
 from boxstrap.controller.sandboxes.engine import FAILURES, ExecStream, forget, in_thread, shared_client
 from boxstrap.controller.sandboxes.output import DRAIN_S
 
@@ -34,6 +37,7 @@ Feed = Callable[[ExecStream], Awaitable[None]]
 WATCH_S = 1.0
 """Seconds between two looks at the container while something runs in it: how late a pause is noticed."""
 _KILL_WAIT_S = 3.0
+_DISK_CHUNK = 512 * 1024
 _FIRST_ASK_S, _LAST_ASK_S = 0.5, 5.0  # how often the engine is asked whether a silent exec still runs
 _SUSPICIOUS = 125  # a command that ended with this or more may have ended because its container did
 _KILLED = 128 + 9
@@ -170,6 +174,31 @@ class Container:
 
         await self._guard(talk(), None)
 
+    def read_disk(self, remote_path: str, local_path: Path, max_bytes: int) -> None:
+        """Copy one regular file out through the engine, which needs nothing to run in the container. Blocking.
+
+        Raises:
+            FileNotFoundError, EvidenceError, SandboxLost: see DockerSandbox.salvage.
+        """
+        facts = self.facts()
+        try:
+            chunks, _ = self._engine().api.get_archive(facts.id, remote_path, chunk_size=_DISK_CHUNK)
+        except docker.errors.NotFound as error:
+            raise FileNotFoundError(f"No {remote_path} in {facts.name}") from error
+        except FAILURES as error:
+            raise SandboxLost(f"The disk of {facts.name} could not be read: {error}.") from error
+        try:
+            with tarfile.open(fileobj=_Chunks(chunks), mode="r|", bufsize=_DISK_CHUNK) as tar:
+                member = tar.next()
+                file = tar.extractfile(member) if member is not None and member.isreg() else None
+                if member is None or file is None or member.size > max_bytes:
+                    raise EvidenceError(f"{remote_path} is no regular file of at most {max_bytes} bytes.", code="evidence-cap")
+                local_path.unlink(missing_ok=True)
+                with local_path.open("xb") as target:
+                    shutil.copyfileobj(file, target, _DISK_CHUNK)
+        except (tarfile.TarError, *FAILURES) as error:
+            raise SandboxLost(f"The disk of {facts.name} could not be read: {error}.") from error
+
     def _engine(self) -> docker.DockerClient:
         return self._client if self._client is not None else shared_client()
 
@@ -241,6 +270,29 @@ class Container:
             return _pid_inside(pid) != inside
         except (*FAILURES, SandboxLost):
             return False
+
+
+class _Chunks(io.RawIOBase):
+    """What the engine streams, as a file: the rest of it is never asked for."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Give exactly `size` bytes, fewer only at the end."""
+        parts = [self._rest]
+        have = len(self._rest)
+        while have < size and (chunk := next(self._chunks, b"")):
+            parts.append(chunk)
+            have += len(chunk)
+        data = b"".join(parts)
+        self._rest = data[size:]
+        return data[:size]
 
 
 async def _converse(client: docker.DockerClient, exec_id: str, stream: ExecStream, sink: Sink, feed: Feed | None) -> int:

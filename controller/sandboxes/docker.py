@@ -212,6 +212,16 @@ class DockerSandbox:
         finally:
             partial.unlink(missing_ok=True)
 
+    async def salvage(self, remote_path: str, local_path: Path, *, max_bytes: int = DOWNLOAD_MAX) -> None:
+        """Copy one file out of the container's disk, in whatever state the container is; a tmpfs went with its processes.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            EvidenceError: it is larger than `max_bytes`, or no regular file.
+            SandboxLost: the container or the engine is gone.
+        """
+        await in_thread(self._container.read_disk, remote_path, local_path, max_bytes)
+
     def _setting(self, cwd: str | None = None, env: Mapping[str, str] | None = None, user: str | int | None = None) -> Setting:
         return Setting(cwd=cwd, env=env, user=self._user if user is None else user)
 

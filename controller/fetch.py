@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: The boxstrap authors
+# SPDX-License-Identifier: Apache-2.0
+"""Brings out the payloads that were too large for a line of evidence.
+
+Each is named by the sha256 of what it holds, in a valid event; that name is all that the host takes from the sandbox as a
+name, and what does not match it is thrown away. It refuses to list a folder of the sandbox: a million files may lie there.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+
+from boxstrap.controller import push
+from boxstrap.controller.collect import Collector
+from boxstrap.controller.errors import EvidenceError, SandboxLost
+from boxstrap.controller.sandbox import Sandbox
+from boxstrap.controller.tarball import sha256_of
+
+ARTIFACT_MAX = 64 * 1024 * 1024
+ARTIFACTS_TOTAL_MAX = 512 * 1024 * 1024
+"""Bytes of one artifact, and of a session's together, that the host takes."""
+
+
+async def fetch_artifacts(sandbox: Sandbox, remote: str, folder: Path, collector: Collector) -> int:
+    """Copy what the evidence names from the folder `remote` into `folder`.
+
+    Returns:
+        How many are in `folder` afterwards. What is missing, false or too much becomes a gap.
+    """
+    left = ARTIFACTS_TOTAL_MAX
+    kept = 0
+    for digest in collector.artifacts:
+        local = folder / digest
+        try:
+            if not _is_whole(local, digest):
+                await _download(sandbox, f"{remote}/{digest}", local, max_bytes=min(left, ARTIFACT_MAX))
+        except (OSError, EvidenceError, SandboxLost) as error:
+            collector.note("artifact_missing", f"{digest}: {str(error)[:200]}")
+            continue
+        left -= _size(local)
+        kept += 1
+    return kept
+
+
+async def _download(sandbox: Sandbox, remote: str, local: Path, *, max_bytes: int) -> None:
+    part = _part_of(local)
+    bounded = {"max_bytes": max_bytes} if "max_bytes" in signature(sandbox.download).parameters else {}
+    try:
+        await push.foreign(sandbox.download(remote, part, **bounded))
+        if _size(part) > max_bytes or not _is_whole(part, local.name):
+            raise EvidenceError("What lies there is something else than its name says, or more than is allowed.")
+        part.replace(local)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part_of(local: Path) -> Path:
+    local.parent.mkdir(mode=0o700, exist_ok=True)
+    return local.with_name(f".{local.name}.part")
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    return path.is_file() and not path.is_symlink() and sha256_of(path) == digest
+
+
+def _size(path: Path) -> int:
+    return path.lstat().st_size
