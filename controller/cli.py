@@ -98,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--agent", choices=AGENTS)
     build.add_argument("--payload", default="lean", choices=("lean", "full"))
     build.add_argument("--arch", default="x86_64", choices=("x86_64", "aarch64"))
+    convert = commands.add_parser("convert", help="print a session's evidence in the shape of others, as JSON")
+    convert.set_defaults(call=_convert)
+    convert.add_argument("--to", required=True, choices=("responses", "observations", "atif"), help="NeMo Gym's, or Harbor's")
+    convert.add_argument("folder", type=Path, metavar="OUT_DIR", help="what --out of the run was")
     _add_program(build)
     return parser
 
@@ -224,6 +228,13 @@ async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: P
         if not interrupted:
             raise
         return session.result if session is not None else None
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    from boxstrap.controller.convert import TARGETS, story_in  # noqa: PLC0415 (a run needs none of it)
+
+    console.print_json(data=TARGETS[options.to](story_in(options.folder)), ensure_ascii=True)
+    return ExitStatus.OK
 
 
 def _build(options: argparse.Namespace, console: Console) -> int:
