@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from boxstrap.bootstrap import manifest
 from boxstrap.bootstrap.manifest import Record
 from boxstrap.bootstrap.publish import publish, sync_folder
-from boxstrap.bootstrap.steps import Clock
+from boxstrap.bootstrap.steps import Clock, step
 from boxstrap.bootstrap.unpack import unpack
 from boxstrap.runner.layout import RuntimePaths, StagePaths
 from boxstrap.runner.wire import Code, Failure, Installed
@@ -100,6 +100,7 @@ def _install(plan: Plan, clock: Clock) -> Installed | Failure:
             "seconds": clock.seconds,
         }
         manifest.write(stage.manifest, record, about)
+        step("manifest-written")
         sync_folder(stage.path)
     final = RuntimePaths(plan.root, plan.digest)
     with clock.phase("rename"):
@@ -118,6 +119,7 @@ def _install(plan: Plan, clock: Clock) -> Installed | Failure:
 def _prove(plan: Plan, record: Record, smoke: Future[Failure | None]) -> Failure | None:
     """Hash the interpreter and compile our code while the smoke run has the other core."""
     stage = plan.stage
+    step("prove")
     try:
         _merge(record, manifest.record_tree(f"{stage.path}/python"), "python/")
     except ValueError as error:
@@ -126,6 +128,7 @@ def _prove(plan: Plan, record: Record, smoke: Future[Failure | None]) -> Failure
             message=f"found that in the interpreter {error}, needed are members that stay inside.",
             remedy="Pack the interpreter again; do not use this one.",
         )
+    step("compile")
     compileall.compile_dir(
         stage.app,
         quiet=2,

@@ -7,7 +7,7 @@
 # box's own Python. Every variable is called bx_…: a plain name may be exported in the task's environment, and a shell
 # that assigns to it would change what the agent sees.
 # shellcheck disable=SC2016  # code for Python, bash and eval stands in single quotes on purpose
-# shellcheck disable=SC2317  # verbs are called by their names, which shellcheck does not follow
+# shellcheck disable=SC2317,SC2329  # verbs are called by their names, which shellcheck does not follow
 
 main() {
     set -u
@@ -40,8 +40,15 @@ usage() { err usage "$1." "See: sh boxstrap.pyz $bx_verb --help" 64; }
 check_cmd() { command -v "$1" >/dev/null 2>&1; }
 ignore() { "$@" 2>/dev/null || :; }
 
-# Where BOXSTRAP_FAULT names this step, the process dies here as if by a power cut: the fault sweep of the tests.
-step() { [ "${BOXSTRAP_FAULT-}" != "$1" ] || kill -9 $$; }
+# The seam of the fault sweep: where BOXSTRAP_FAULT names this step, the process dies here as if by a power cut; where it
+# is a path, the step's name is added to that file.
+step() {
+    case ${BOXSTRAP_FAULT-} in
+        '') ;;
+        "$1") kill -9 $$ ;;
+        /*) printf '%s\n' "$1" >>"$BOXSTRAP_FAULT" ;;
+    esac
+}
 
 # bx_now becomes the seconds since boot, to hundredths, by a builtin.
 now() { { read -r bx_now bx_rest </proc/uptime; } 2>/dev/null || bx_now=0; }
@@ -352,16 +359,29 @@ check_tools() {
             *) bx_status=fail && bx_why="installing a runtime" ;;
         esac
         if ! check_cmd "$bx_tool"; then
-            add missing-tool "$bx_status" "no $bx_tool" "$bx_tool, for $bx_why" "Add $bx_tool to the image."
+            add missing-tool "$bx_status" "no $bx_tool" "$bx_tool, for $bx_why" "$(way_to_get "$bx_tool")"
             [ "$bx_status" = warn ] || case $bx_tool in mkdir | rm | chmod) bx_may_write= ;; esac
         elif ! bx_text=$(try_tool "$bx_tool" 2>&1); then
             first_line "$bx_text"
             add missing-tool "$bx_status" "a $bx_tool that does not work${bx_line:+: $bx_line}" "$bx_tool, for $bx_why" \
-                "Put a working $bx_tool into the image."
+                "$(way_to_get "$bx_tool")"
         else
             case $bx_tool in mkdir | rm | chmod) ;; *) add missing-tool ok "$bx_tool" "$bx_tool, for $bx_why" "" ;; esac
         fi
     done
+}
+
+# way_to_get TOOL: print the command that puts it into the image, where the box knows one.
+way_to_get() {
+    case $1 in bash | tar | gzip) ;; flock) set -- "$1" util-linux ;; *) set -- "$1" coreutils ;; esac
+    if check_cmd apt-get; then
+        printf %s "Add $1 to the image: apt-get update && apt-get install -y --reinstall ${2-$1}"
+        return 0
+    fi
+    for bx_value in dnf microdnf yum zypper; do
+        ! check_cmd "$bx_value" || { printf %s "Add $1 to the image: $bx_value install -y ${2-$1}" && return 0; }
+    done
+    printf %s "Add $1 to the image."
 }
 
 # What can be tried without touching the box; flock and mv are tried in a probe folder.
@@ -381,51 +401,101 @@ nearest() {
     done
 }
 
-# probe_root OPTION FOLDER: write and execute a file in the nearest folder that exists, then leave it as it was, its
-# time of change included. A shell reads a script from a noexec mount happily, so the kernel has to start this one.
+# probe_root OPTION FOLDER: what the nearest folder that exists allows. Nothing of ours is executed in the session root.
 probe_root() {
-    bx_advice="Name another folder with $1, on a file system that uid $bx_uid may write and execute from."
     nearest "$2"
-    if [ ! -d "$bx_nearest" ]; then
-        add not-writable fail "$bx_nearest is no folder" "a folder to make $2 in" "$bx_advice" && return 1
-    fi
     if [ -z "$bx_may_write" ]; then
         if [ -w "$bx_nearest" ]; then
             add not-writable skip "$bx_nearest was not tried: the box is refused already" "$2 can be written" ""
-        else add not-writable fail "$bx_nearest is not writable for uid $bx_uid" "$2 can be written" "$bx_advice"; fi
+        else
+            add not-writable fail "$bx_nearest is not writable for uid $bx_uid" "$2 can be written" \
+                "Name another folder with $1."
+        fi
         return 1
     fi
-    now && bx_probe=${bx_nearest%/}/.boxstrap-probe-$$-$bx_now
-    stamp "$bx_nearest"
-    if ! bx_text=$(write_probe 2>&1); then
+    try_folder "$bx_nearest"
+    bx_status=$?
+    if [ "$bx_status" = 1 ]; then
         first_line "$bx_text"
         unprobe
-        add not-writable fail "$bx_nearest: ${bx_line##*: } (uid $bx_uid)" "$2 can be written" "$bx_advice"
+        add not-writable fail "$bx_nearest: ${bx_line##*: } (uid $bx_uid)" "$2 can be written" "$(elsewhere "$1")"
         return 1
     fi
+    [ "$1" = --session-root ] || try_lock_and_mv
+    unprobe
     add not-writable ok "$bx_nearest" "$2 can be written" ""
-    bx_text=$("$bx_probe/run" 2>&1)
-    case $? in
-        0) add noexec ok "$bx_nearest" "programs run in $2" "" ;;
+    first_line "$bx_text"
+    case $bx_status$1 in
+        0*) add noexec ok "$bx_nearest" "programs run in $2" "" ;;
+        *--session-root)
+            add noexec warn "$bx_nearest: a program there does not start (${bx_line##*: })" "programs run in $2" \
+                "Nothing to do, unless the agent installs programs into its HOME: then $(elsewhere "$1")"
+            ;;
         *)
-            first_line "$bx_text"
             add noexec fail "$bx_nearest: a program there does not start (${bx_line##*: })" "programs run in $2" \
-                "The mount may be noexec: remount it with exec, or name another folder with $1."
+                "$(elsewhere "$1")"
             ;;
     esac
-    if [ "$1" = --runtime-root ]; then
-        bx_lock_found=$({ within 5 flock -n 9; } 9>"$bx_probe/lock" 2>&1) && bx_lock_found=ok
-        mkdir "$bx_probe/a" && ignore mv -T "$bx_probe/a" "$bx_probe/b"
-        [ ! -d "$bx_probe/b" ] || bx_mv_found=ok
-    fi
-    unprobe
+}
+
+# try_folder FOLDER: write a program there and have the kernel start it: a shell reads one from a noexec mount happily.
+# Returns 1 when it was not written, 2 when it did not start; bx_text says why. To be followed by unprobe.
+try_folder() {
+    bx_tried=$1
+    now && bx_probe=${1%/}/.boxstrap-probe-$$-$bx_now
+    stamp "$1"
+    bx_text=$(write_probe 2>&1) || return 1
+    bx_text=$("$bx_probe/run" 2>&1) || return 2
 }
 
 write_probe() {
     mkdir "$bx_probe" && printf '#!/bin/sh\nexit 0\n' >"$bx_probe/run" && chmod 700 "$bx_probe/run"
 }
 
-unprobe() { rm -rf "$bx_probe" && bx_probe='' && restamp "$bx_nearest"; }
+try_lock_and_mv() {
+    bx_lock_found=$({ within 5 flock -n 9; } 9>"$bx_probe/lock" 2>&1) && bx_lock_found=ok
+    mkdir "$bx_probe/a" && ignore mv -T "$bx_probe/a" "$bx_probe/b"
+    [ ! -d "$bx_probe/b" ] || bx_mv_found=ok
+}
+
+# unprobe: the folder as it was, its time of change included.
+unprobe() {
+    ignore rm -rf "$bx_probe"
+    bx_probe=
+    restamp "$bx_tried"
+}
+
+# elsewhere OPTION: print what to type: the option with a folder that was tried and will do. In a subshell of its own.
+elsewhere() {
+    bx_word=sessions
+    [ "$1" = --session-root ] || bx_word=runtimes
+    for bx_dir in /var/tmp /tmp "${HOME-}" /dev/shm; do
+        case $bx_dir in '' | / | "$bx_nearest") continue ;; esac
+        [ -d "$bx_dir" ] || continue
+        { try_folder "$bx_dir" && try_lock_and_mv; } 2>/dev/null
+        bx_status=$?
+        unprobe
+        if [ "$bx_status" = 0 ] && has_room "$bx_dir" "$bx_word"; then
+            printf %s "add: $1 ${bx_dir%/}/boxstrap-$bx_word"
+            return 0
+        fi
+    done
+    printf %s "name another folder with $1, on a file system that uid $bx_uid may write to and execute from; \
+docker run --tmpfs ${bx_nearest%/}:exec makes one."
+}
+
+has_room() {
+    [ "$2" = sessions ] && return 0
+    free_mib "$1"
+    [ "${bx_free:-0}" -ge "${bx_need_mib:-0}" ] && { [ "$bx_lock_found" = ok ] || ! check_cmd flock; }
+}
+
+# free_mib FOLDER: bx_free becomes the free space in MiB, or nothing when df does not say.
+free_mib() {
+    # shellcheck disable=SC2046  # the words of df's second line are wanted
+    set -- $(df -Pk "$1" 2>/dev/null | { read -r bx_rest && read -r bx_rest && printf %s "$bx_rest"; })
+    case ${4-} in '' | *[!0-9]*) bx_free= ;; *) bx_free=$(($4 / 1024)) ;; esac
+}
 
 # stamp FOLDER, restamp FOLDER: note its time of change, and give it back. BusyBox reads no fractions.
 stamp() { bx_stamp=$(stat -c '%Y %y' "$1" 2>/dev/null); }
@@ -443,19 +513,16 @@ check_lock_and_space() {
     elif [ "$bx_lock_found" = ok ]; then add lock-unsupported ok "flock in $bx_nearest" "a lock within 5 seconds" ""; else
         first_line "$bx_lock_found"
         add lock-unsupported fail "flock in $bx_nearest: ${bx_line:-no lock within 5 seconds}" "a lock within 5 seconds" \
-            "Name a folder on a local file system with --runtime-root."
+            "$(elsewhere --runtime-root)"
     fi
-    [ -n "$bx_mv_found" ] || ! check_cmd mv || add missing-tool warn "a mv without -T" "mv -T, for task scripts" "Use GNU mv."
-    # shellcheck disable=SC2046  # the words of df's second line are wanted
-    set -- $(df -Pk "$bx_nearest" 2>/dev/null | { read -r bx_line && read -r bx_line && printf %s "$bx_line"; })
-    case ${4-} in
-        '' | *[!0-9]*) add no-space skip "df does not say" "${bx_need_mib:-0} MiB in $bx_nearest" "" && return 0 ;;
-    esac
-    bx_free=$(($4 / 1024))
-    if [ -z "$bx_need_mib" ]; then add no-space skip "$bx_free MiB in $bx_nearest" "none were named with --need-mib" ""
+    [ -n "$bx_mv_found" ] || ! check_cmd mv ||
+        add missing-tool warn "a mv without -T" "mv -T, for task scripts" "Put GNU mv into the image."
+    free_mib "$bx_nearest"
+    if [ -z "$bx_free" ]; then add no-space skip "df does not say" "${bx_need_mib:-0} MiB in $bx_nearest" ""
+    elif [ -z "$bx_need_mib" ]; then add no-space skip "$bx_free MiB in $bx_nearest" "none were named with --need-mib" ""
     elif [ "$bx_free" -ge "$bx_need_mib" ]; then add no-space ok "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" ""; else
         add no-space fail "$bx_free MiB in $bx_nearest" "$bx_need_mib MiB" \
-            "Free some space, or name another disk with --runtime-root."
+            "Free some space, or $(elsewhere --runtime-root)"
     fi
 }
 
@@ -656,21 +723,22 @@ install() {
     take_lock
     mark lock
     # Another installation may have held the lock until now.
-    ! is_published "$bx_final" || reuse
-    sweep
+    ! is_published "$bx_final" || reuse "$bx_short"
+    sweep "$bx_short"
     stage
     publish
 }
 
-# reuse: ends here when the published runtime is whole (0) or a URL is not reached (69); else returns.
+# reuse [HELD]: ends here when the published runtime is whole (0) or a URL is not reached (69); else returns.
 reuse() {
+    step reuse
     add_each --url "$bx_deferred"
     # shellcheck disable=SC2086  # both are lists of checked words
     (become_python bootstrap "$bx_final/python/bin/python3" "$bx_final/app" install --reuse ${bx_json:+--json} $bx_verify \
         --root "$bx_root" --digest "$bx_digest" --report "$bx_report" --marks "$bx_marks" $bx_each 2>/dev/null)
     bx_status=$?
     set +f
-    case $bx_status in 0 | 69) undo && exit "$bx_status" ;; esac
+    case $bx_status in 0 | 69) sweep "${1-}" && undo && exit "$bx_status" ;; esac
 }
 
 # take_lock: fd 9 holds the kernel's lock on .lock-<digest>, which dies with its last holder.
@@ -698,6 +766,7 @@ take_lock() {
                 "Name another folder with --runtime-root." 69
         }
     done
+    step locked
     printf '%-20s\n' "$$" >&9
 }
 
@@ -714,19 +783,35 @@ lock_within() {
 }
 
 lock_timeout() {
-    bx_line='' bx_lock_made='' bx_ground=''
-    { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
-    err lock-timeout "found $bx_lock held${bx_line:+ by pid $bx_line} after $bx_lock_wait seconds, needed it free." \
+    bx_lock_made='' bx_ground=''
+    holder
+    err lock-timeout "found $bx_lock held${bx_holder:+ by $bx_holder} after $bx_lock_wait seconds, needed it free." \
         "Another installation is running: try again, or wait longer with --lock-wait." 75
 }
 
-# sweep: a stage whose digest's lock is free belongs to nobody alive. Ours is held by us.
+# bx_holder becomes who holds the lock: who wrote its pid there or, when that one is dead, a child that has the file open.
+holder() {
+    bx_line='' bx_holder=''
+    { read -r bx_line bx_rest <"$bx_lock"; } 2>/dev/null
+    for bx_value in "/proc/${bx_line:-0}/fd/9" /proc/[0-9]*/fd/*; do
+        # shellcheck disable=SC3013  # dash, bash and BusyBox all know -ef
+        [ "$bx_value" -ef "$bx_lock" ] || continue
+        bx_value=${bx_value#/proc/} && bx_value=${bx_value%%/*}
+        [ "$bx_value" != $$ ] || continue
+        { read -r bx_rest <"/proc/$bx_value/comm"; } 2>/dev/null
+        bx_holder="pid $bx_value ($bx_rest)"
+        return 0
+    done
+    bx_holder=${bx_line:+pid $bx_line}
+}
+
+# sweep [HELD]: a stage whose digest's lock is free belongs to nobody alive; so does one whose digest is HELD by us.
 sweep() {
     for bx_dir in "$bx_root"/.stage-*; do
         [ -d "$bx_dir" ] || continue
         bx_line=${bx_dir##*/.stage-}
         bx_line=${bx_line%%-*}
-        if [ "$bx_line" = "$bx_short" ]; then ignore rm -rf "$bx_dir"; else
+        if [ "$bx_line" = "${1-}" ]; then ignore rm -rf "$bx_dir"; else
             ignore flock -n "$bx_root/.lock-$bx_line" rm -rf "$bx_dir"
         fi
     done
@@ -748,6 +833,7 @@ stage() {
     step stage
     bx_stage=$bx_root/.stage-$bx_short-$$
     bx_text=$(mkdir "$bx_stage" "$bx_stage/python" 2>&1) || unpack_failed "$bx_text"
+    step staged
     if [ -n "$bx_payload" ]; then
         sum_of "$bx_payload" 2>/dev/null >"$bx_stage/payload.sha256" 9>&- &
         bx_summing=$!
@@ -755,7 +841,8 @@ stage() {
     bx_sum=$(sum_of "$bx_interpreter" 2>&1)
     [ "$bx_sum" = "$bx_interpreter_sum" ] || corrupt "$bx_interpreter" "$bx_sum" "$bx_interpreter_sum"
     step unpack
-    bx_text=$({ gzip -dc <"$bx_interpreter" | tar -xof - -C "$bx_stage/python"; } 2>&1) || unpack_failed "$bx_text"
+    bx_text=$({ gzip -dc <"$bx_interpreter" | { step untar && tar -xof - -C "$bx_stage/python"; }; } 2>&1) ||
+        unpack_failed "$bx_text"
     step trial
     bx_staged=$bx_stage/python/bin/python3
     bx_text=$( (scrub && within 60 "$bx_staged" -I -c 'import ssl, zlib, ctypes, hashlib, socket') 2>&1) ||
@@ -817,8 +904,11 @@ unpack_failed() {
     esac
 }
 
-# The run has decided; versions only word it.
+# The run has decided; loaders and versions only word it.
 trial_failed() {
+    find_loader "$bx_staged"
+    case $bx_loader in ?*) [ "$bx_loader" = "${bx_canonical##*/}" ] || err unsupported-arch "found an interpreter that asks \
+for $bx_loader, needed one for $bx_arch, with ${bx_canonical##*/}." "Push the interpreter for $bx_arch." 69 ;; esac
     first_line "$1"
     case $1 in *GLIBC_2.*) ;; *)
         err smoke-failed "found that the pushed interpreter does not run here: ${bx_line:-it said nothing}." \
@@ -833,7 +923,8 @@ trial_failed() {
         if older "$bx_line" "$bx_text"; then bx_line=$bx_text; fi
     done
     err libc-too-old "found glibc ${bx_libc_version:-of an unknown version}, needed ${bx_floor:-$bx_line}: the interpreter \
-does not start without GLIBC_$bx_line." "Use an image with a newer glibc, or an interpreter built against an older one." 69
+does not start without GLIBC_$bx_line." \
+        "Use an image with a newer glibc, or an interpreter built against glibc ${bx_libc_version:-2.17} or older." 69
 }
 
 # undo: the box as it was before `install`; what was published stays.

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of an installation: how long each phase took, and the seam where a test may kill the process.
 
-It refuses to swallow a step: a name that BOXSTRAP_FAULT asks for kills this process and the prelude that waits for it,
-as a power cut would, so that nobody is left to tidy up.
+The steps are listed nowhere: a run that records them says what there is. It refuses to swallow a step: a name that
+BOXSTRAP_FAULT asks for kills this process and the prelude that waits for it, as a power cut would, so that nobody is left
+to tidy up; `NAME@prelude` and `NAME@python` kill only the one.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FAULT = "BOXSTRAP_FAULT"
-"""Environment variable: the name of the step to die at."""
-STEPS = (
-    *("lock", "stage", "unpack", "trial", "hand-over"),
-    *("payload", "app", "smoke", "manifest", "rename", "publish", "published"),
-)
-"""What an installation goes through: the prelude's steps, then ours."""
-OTHER_STEPS = ("verify", "replace")
-"""What only a reuse, and a repair on a file system without RENAME_EXCHANGE, go through."""
+"""Environment variable: the step to die at, or the path of a file that records every step. prelude.sh reads it too."""
 
 
 def step(name: str) -> None:
-    """Die here, if this is the step that the fault sweep asks for."""
-    if os.environ.get(FAULT) == name:
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Die here, if this is the step that the fault sweep asks for, or note that it was reached."""
+    fault = os.environ.get(FAULT, "")
+    wanted, _, who = fault.partition("@")
+    if wanted == name:
+        if who != "python":
+            os.kill(os.getppid(), signal.SIGKILL)
+        if who != "prelude":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.startswith("/"):
+        with open(fault, "a", encoding="ascii") as record:
+            record.write(f"{name}@python\n")
 
 
 class Clock:

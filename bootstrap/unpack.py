@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 
 from boxstrap.bootstrap.manifest import Record, leads_out
+from boxstrap.bootstrap.steps import step
 from boxstrap.runner.wire import Code, Failure
 
 _CHUNK = 1024 * 1024
@@ -110,3 +111,5 @@ def _write(members: tarfile.TarFile, member: tarfile.TarInfo, into: str, record:
                 while written < len(chunk):
                     written += sink.write(chunk[written:] if written else chunk)
         record.files[name] = (member.size, hashed.hexdigest(), mode)
+        if len(record.files) == 1:
+            step("first-member")

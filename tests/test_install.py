@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from boxstrap.bootstrap import clean, manifest, preflight, publish, unpack
-from boxstrap.bootstrap.steps import OTHER_STEPS, STEPS, Clock
+from boxstrap.bootstrap.steps import FAULT, Clock
 from boxstrap.controller import artifacts
 from boxstrap.runner.layout import LOCK, STAGE, RuntimePaths, SessionPaths
 from boxstrap.runner.wire import Answer, Failure, Installed, runtime_digest, to_json
@@ -377,16 +378,8 @@ def test_install_that_is_told_to_stop_puts_the_box_back(push: Push, packed: Call
         assert list(wanted.root.glob(f"{STAGE}*")) == []
 
 
-def test_steps_are_all_named(push: Push) -> None:
-    """What the fault sweep goes through is what the code says, in the prelude and in Python."""
-    folder = Path(preflight.__file__).parent
-    prelude = re.findall(r"(?m)^    step ([a-z-]+)$", (folder / "prelude.sh").read_text(encoding="utf-8"))
-    python = [name for path in folder.glob("*.py") for name in re.findall(r'\b(?:step|phase)\("([a-z-]+)"\)', path.read_text())]
-    assert sorted(prelude + python) == sorted(STEPS + OTHER_STEPS)
-
-
 def test_install_gives_up_waiting_for_a_lock(push: Push) -> None:
-    """75 after --lock-wait, with the holder's pid; the lock stays."""
+    """75 after --lock-wait, naming the living process that holds it; the lock stays."""
     push.root.mkdir(parents=True)
     path = push.root / f"{LOCK}{push.digest[:16]}"
     with path.open("w") as lock:
@@ -398,21 +391,112 @@ def test_install_gives_up_waiting_for_a_lock(push: Push) -> None:
     assert status == 75
     assert failure is not None
     assert failure.code == "lock-timeout"
-    assert "4711" in failure.message
+    assert f"held by pid {os.getpid()} (" in failure.message, "not the number that a dead one left there"
     assert path.exists()
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_install_killed_at_any_step_leaves_all_or_nothing(push: Push, step: str) -> None:
-    """The next one finds either a whole runtime or none, sweeps, and ends well."""
-    status, _ = push.run(env={"BOXSTRAP_FAULT": step})
-    assert status == -9
-    whole = push.runtime.exists()
-    assert whole == (step == "published")
-    if whole:
-        assert manifest.verify(str(push.runtime), digest=push.digest, hashes=True)[0] == []
-    assert push.install("--lock-wait", "5").state == ("reused" if whole else "installed")
-    assert {entry.name for entry in push.root.iterdir()} == {push.runtime.name, f"{LOCK}{push.runtime.name}"}
+# The fault sweep.
+
+
+class Reader:
+    """Looks at a runtime over and over while it is installed, as a session that starts now would."""
+
+    def __init__(self, push: Push) -> None:
+        self._push = push
+        self._over = threading.Event()
+        self.away = threading.Lock()
+        """Held while the runtime is removed, which nobody but a test does."""
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.looks = 0
+        self.halves: list[str] = []
+
+    def __enter__(self) -> Reader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.03):
+            with self.away:
+                if not (self._push.runtime / "manifest.json").exists():
+                    continue
+                self.looks += 1
+                self.halves += manifest.verify(str(self._push.runtime), digest=self._push.digest, hashes=False)[0]
+
+
+def steps_of(push: Push, record: Path) -> list[str]:
+    """Install once, and return the steps that it took, in order: what there is to be swept is found, not listed."""
+    status, out = push.run(env={FAULT: str(record)})
+    assert status == 0, out
+    steps = list(dict.fromkeys(record.read_text(encoding="ascii").split()))
+    shutil.rmtree(push.root)
+    return steps
+
+
+def faults_of(steps: Sequence[str]) -> list[str]:
+    """Every way to die: the prelude's steps once; at Python's steps both processes, the prelude alone, Python alone."""
+    faults = []
+    for step in steps:
+        name, _, python = step.partition("@")
+        faults += [name, f"{name}@prelude", f"{name}@python"] if python else [name]
+    return faults
+
+
+def test_install_killed_at_any_step_leaves_all_or_nothing(
+    push: Push, packed: Callable[..., Path], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """-9 at every step that an installation takes, and once more: whole, never half to a reader, and no stage left over."""
+    wanted = replace(push, payload=packed(("agent.py", b"", {}), ("other.py", b"", {})), smoke=("agent",))
+    steps = steps_of(wanted, tmp_path / "steps")
+    assert {"lock", "untar", "first-member@python", "rename@python", "published@python"} <= set(steps), "it was recorded"
+    faults = faults_of(steps)
+    with Reader(wanted) as reader:
+        for fault in faults:
+            status, out = wanted.run(env={FAULT: fault})
+            assert status != 0, f"{fault} was reached"
+            if fault.endswith("@python") and not wanted.runtime.exists():  # the prelude lived, and put the box back
+                assert (status, list(wanted.ground.iterdir())) == (73, []), (fault, out)
+                continue
+            assert wanted.install("--lock-wait", "60").state in {"installed", "reused"}, fault
+            assert manifest.verify(str(wanted.runtime), digest=wanted.digest, hashes=True)[0] == [], fault
+            assert {entry.name for entry in wanted.root.iterdir()} == {
+                wanted.runtime.name,
+                f"{LOCK}{wanted.runtime.name}",
+            }, fault
+            with reader.away:
+                shutil.rmtree(wanted.root.parent)
+    assert reader.halves == []
+    assert reader.looks > 0
+    record_property("sweep", f"install: {len(steps)} steps, {len(faults)} kills, {reader.looks} looks of a reader")
+
+
+def test_repair_killed_at_any_step_leaves_the_old_or_the_new(
+    installed: Push, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """A damaged runtime stays as it was until a whole one takes its name; what was exchanged is swept by the next."""
+
+    def damage() -> None:
+        (installed.runtime / "app/boxstrap/runner/wire.py").unlink()
+
+    damage()
+    status, _ = installed.run(env={FAULT: str(tmp_path / "steps")})
+    assert status == 0
+    steps = list(dict.fromkeys((tmp_path / "steps").read_text(encoding="ascii").split()))
+    faults = [fault for fault in faults_of(steps) if fault.partition("@")[0] in {"reuse", "publish", "published", "rename"}]
+    for fault in faults:
+        damage()
+        status, out = installed.run(env={FAULT: fault})
+        assert status != 0, (fault, out)
+        assert installed.install("--lock-wait", "60").state in {"repaired", "reused"}, fault
+        assert manifest.verify(str(installed.runtime), digest=installed.digest, hashes=True)[0] == [], fault
+        assert {entry.name for entry in installed.root.iterdir()} == {
+            installed.runtime.name,
+            f"{LOCK}{installed.runtime.name}",
+        }, fault
+    record_property("sweep", f"repair: {len(steps)} steps, {len(faults)} kills")
 
 
 # Unpacking.

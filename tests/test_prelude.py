@@ -196,7 +196,7 @@ def test_loopback_is_told_by_name(call: Callable[..., str], host: str, expected:
 def test_trial_failed_names_the_newest_glibc_that_the_loader_asks_for(call: Callable[..., str]) -> None:
     """The loader names several versions; the largest is the one that is needed."""
     said = "\n".join(f"python3: libc.so.6: version `GLIBC_2.{minor}' not found (required by python3)" for minor in (33, 38, 9))
-    line = 'bx_libc_version=2.31 bx_floor=; trial_failed "$1"'
+    line = 'bx_libc_version=2.31 bx_floor= bx_staged=/nonexistent; trial_failed "$1"'
     failure = _ANSWER.validate_json(call(line, said)).failure
     assert failure is not None
     assert failure.code == "libc-too-old"
