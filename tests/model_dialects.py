@@ -17,6 +17,7 @@ Body = dict[str, Any]
 
 _OURS = "call_turn_"
 """How the ids of our tool calls begin; the number of the turn follows."""
+_SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _AGENTS = ("prefill_", "codeact_inline_")
 """How the ids of tool calls begin that an agent made up and put into the conversation itself."""
 
@@ -66,7 +67,10 @@ def _messages(dialect: str, body: Body) -> list[Body]:
 def answer(dialect: str, body: Body, turn: Turn) -> Body:
     """Return the whole body of an answer that takes this turn with the tools that the request offers."""
     number = turns_taken(dialect, body)
-    call, text = _act(turn, {tool.get("name") or tool.get("function", {}).get("name") for tool in body.get("tools") or []})
+    tools = {tool.get("name") or tool.get("function", {}).get("name") for tool in body.get("tools") or []}
+    if turn.result and _SUBMIT in json.dumps(_messages(dialect, body)[:2]):  # mini-swe-agent says how it wants to be told
+        turn = Turn(shell=f"echo {_SUBMIT}")
+    call, text = _act(turn, tools)
     if schema := _wanted_schema(body):
         call, text = None, json.dumps(_instance(schema, schema))
     tokens_in, tokens_out = len(json.dumps(body)) // 4, len(json.dumps([call, text, turn.reasoning])) // 4

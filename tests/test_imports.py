@@ -76,6 +76,8 @@ def allowed(path: Path, name: str) -> bool:
             return True
     if re.fullmatch(r"runner/(gateway|upstream)\.py", here) and top in GATEWAY_SIDE:
         return True
+    if has_own_lock(here) and top != "boxstrap":
+        return True
     part = here.split("/")[0]
     if part == "controller":  # the root package is empty: it only tells where the house is
         return name == "boxstrap" or top in declared() or any(within(name, one) for one in ("boxstrap.controller", *SHARED))
@@ -86,7 +88,13 @@ def allowed(path: Path, name: str) -> bool:
 
 def is_agent_side(path: str) -> bool:
     """Say whether a module runs in an agent's interpreter, where there are packages that the runner's own has not."""
-    return any(re.fullmatch(pattern, path) for pattern in AGENT_SIDE)
+    return has_own_lock(path) or any(re.fullmatch(pattern, path) for pattern in AGENT_SIDE)
+
+
+def has_own_lock(path: str) -> bool:
+    """Say whether an agent's one module is its driver too: requirements/<agent>.in names the packages that it may use."""
+    module = re.fullmatch(r"runner/agents/(\w+)\.py", path)
+    return bool(module and (HOUSE / "requirements" / f"{module[1].replace('_', '-')}.in").is_file())
 
 
 def within(name: str, package: str) -> bool:
@@ -150,6 +158,9 @@ def test_imports_are_read_in_every_form(source: str, names: set[str]) -> None:
         ("runner/agents/nooa_driver.py", "boxstrap.runner.agents.model_endpoint", True),
         ("runner/agents/nooa.py", "boxstrap.runner.agents.nooa_driver", False),
         ("runner/agents/nooa.py", "httpx", False),
+        ("runner/agents/mini_swe_agent.py", "minisweagent.agents.default", True),
+        ("runner/agents/mini_swe_agent.py", "boxstrap.controller.push", False),
+        ("runner/agents/opencode.py", "minisweagent", False),
         ("controller/push.py", "pydantic", True),
         ("controller/push.py", "boxstrap.runner.layout", True),
         ("controller/push.py", "boxstrap.runner.evidence", False),

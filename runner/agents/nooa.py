@@ -14,32 +14,24 @@ It refuses options that it does not know: a typo must not become a default.
 
 from __future__ import annotations
 
-from boxstrap.runner.agents import Launch, options_of
-from boxstrap.runner.environment import MODEL_URL
+from boxstrap.runner.agents import Launch, driver, options_of
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.wire import Request
 
-NAME = "nooa"
 DEFAULT_AGENT_CLASS = "nooa_bench.bench_agent:BenchAgent"
 OPTIONS: dict[str, type] = {"agent_class": str, "context_window": int, "model_parameters": dict, "replay_reasoning": bool}
 DIALECTS = ("responses", "chat")
 
-_START = "import sys; sys.path += sys.argv[1:]; del sys.argv[1:]; from boxstrap.runner.agents.nooa_driver import main; main()"
-
 
 def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> Launch:
-    """Start the driver: -I keeps PYTHON* and the workdir out of it, -B keeps it from writing into the runtime.
-
-    It reports through the event pipe; its stdout is chatter of libraries, kept in agent.out.
+    """Start the driver.
 
     Raises:
         ValueError: an option or the model makes no sense.
     """
     del session
     check(request)
-    assert request.model is not None  # noqa: S101 (check() saw to it)
-    argv = [runtime.python, "-I", "-B", "-c", _START, runtime.site, runtime.app]
-    return Launch(argv=argv, env={MODEL_URL: request.model.url}, interpreter=True)
+    return driver.launch(request, runtime, "boxstrap.runner.agents.nooa_driver")
 
 
 def check(request: Request) -> None:

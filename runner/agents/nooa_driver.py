@@ -21,14 +21,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+from boxstrap.runner.agents import driver
 from boxstrap.runner.agents.event_writer import EventWriter, clip
 from boxstrap.runner.agents.nooa import DEFAULT_AGENT_CLASS, check
-from boxstrap.runner.environment import MODEL_URL, SESSION_DIR, restore_task_variables
-from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Kind, Outcome, Request, request_from
+from boxstrap.runner.wire import Kind, Outcome, Request
 
 TERM_BOUND_S = 1.5
 """From SIGTERM to the end, also when a cell blocks the event loop."""
@@ -249,27 +249,12 @@ def reasoning_in(response: object) -> Iterator[str]:
             yield str(text)
 
 
-def at_gateway(request: Request, url: str) -> Request:
-    """Point the request at the session's gateway, which adds the model's headers itself."""
-    if request.model is None:
-        return request
-    return replace(request, model=replace(request.model, url=url, headers={}))
-
-
 def main() -> NoReturn:
     """Run the request of the session folder that the environment names. Never returns."""
-    restore_task_variables(os.environ)
+    request, events = driver.begin()
     try:
-        events = EventWriter.from_environment(os.environ)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"nooa_driver: {error}\n")
-        sys.exit(ExitStatus.USAGE)
-    try:
-        with open(os.path.join(os.environ.pop(SESSION_DIR), "request.json"), "rb") as file:
-            request = at_gateway(request_from(file.read(REQUEST_MAX)), os.environ.pop(MODEL_URL))
         check(request)
-        os.chdir(request.workdir)
-    except (ValueError, KeyError, OSError) as error:
+    except ValueError as error:
         events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {_name(error)}", None)
         sys.exit(1)
     logging.getLogger().addHandler(_Warnings(events))
