@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from boxstrap.runner.dialects import Answer, finish_of, is_too_long, usage_of
@@ -61,10 +62,11 @@ class EventPipe:
         """Whether the supervisor is far behind."""
         return self._transport.get_write_buffer_size() > BACKLOG_MAX
 
-    def emit(self, kind: str, data: dict[str, object]) -> None:
-        """Send one event."""
-        line = json.dumps({"kind": kind, "data": data}, separators=(",", ":"), default=str)
-        self._transport.write(line.encode("ascii") + b"\n")
+    def emit(self, kind: str, data: Mapping[str, object], **payloads: bytes) -> None:
+        """Send one event; `payloads` are more of its data, as JSON that needs no second writing."""
+        line = json.dumps({"kind": kind, "data": data}, separators=(",", ":")).encode("ascii")
+        more = b"".join(b',"%b":%b' % (name.encode(), payload) for name, payload in payloads.items())
+        self._transport.write(b"%b%b}}\n" % (line[:-2], more))
 
     async def close(self, within_s: float) -> None:
         """Send what waits, and close."""
@@ -89,6 +91,7 @@ class Account:
         self._answer: Answer | None = None
         self._kept = bytearray()
         self._hash = hashlib.sha256()
+        self._request: dict[str, Any] = {}
 
     @property
     def counted(self) -> bool:
@@ -125,12 +128,12 @@ class Account:
         if self.error is None:
             self.error, self.detail = kind, detail
 
-    def told(self, *, payloads: bool) -> dict[str, object]:
-        """Return the event's data."""
+    def told(self) -> dict[str, object]:
+        """Return the event's data, without payloads."""
         now = time.monotonic()
-        body = _parsed(self.ask.body)
+        body = self._request = _parsed(self.ask.body)
         reply: dict[str, Any] = self._answer.reply if self._answer is not None else {}
-        data: dict[str, object] = {
+        return {
             "seq": self.seq,
             "attempt": self.attempt,
             "retry": self.attempt > 0,
@@ -153,14 +156,20 @@ class Account:
             "response_bytes": self.response_bytes,
             "response_sha256": self._hash.hexdigest() if self.response_bytes else None,
         }
-        if payloads and self.attempt == 0:  # a retry's is the same
-            data["request"] = body if body and len(self.ask.body) <= PAYLOAD_MAX else _clipped(self.ask.body)
-        if payloads and self.response_bytes:
-            whole = bool(reply) and self.response_bytes <= PAYLOAD_MAX
-            if self._answer is not None and self._answer.streaming:
-                whole = whole and "output" in reply  # the other dialects' streams end without the whole answer
-            data["response"] = reply if whole else _clipped(bytes(self._kept))
-        return data
+
+    def payloads(self) -> dict[str, bytes]:
+        """Return request and response as JSON. A retry's request is the first one's."""
+        found = {}
+        if self.attempt == 0:
+            found["request"] = _as_json(self.ask.body, parsed=bool(self._request))
+        if self.response_bytes:
+            answer = self._answer
+            if answer is not None and answer.streaming and "output" in answer.reply:
+                found["response"] = json.dumps(answer.reply).encode()  # other streams end without the whole answer
+            else:
+                whole = answer is not None and bool(answer.reply) and not answer.streaming
+                found["response"] = _as_json(bytes(self._kept), parsed=whole and len(self._kept) == self.response_bytes)
+        return found
 
 
 class Calls:
@@ -204,7 +213,8 @@ class Calls:
             self._failed[f"{account.ask.dialect} {account.digest}"] = (account.seq, account.attempt + 1)
             while len(self._failed) > _FAILED_MAX:
                 self._failed.popitem(last=False)
-        self._events.emit(Kind.MODEL_CALL, account.told(payloads=not self._events.crowded))
+        told = account.told()
+        self._events.emit(Kind.MODEL_CALL, told, **({} if self._events.crowded else account.payloads()))
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -215,7 +225,12 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _clipped(raw: bytes) -> dict[str, object]:
+def _as_json(raw: bytes, *, parsed: bool) -> bytes:
+    """Give a payload as one line of JSON: as it is where it was `parsed`, else its head and tail as text."""
+    if parsed and len(raw) <= PAYLOAD_MAX and raw.isascii() and b"\n" not in raw and b"\r" not in raw:
+        return raw
+    if parsed and len(raw) <= PAYLOAD_MAX:
+        return json.dumps(json.loads(raw)).encode()
     half = PAYLOAD_MAX // 16
     text = raw if len(raw) <= 2 * half else raw[:half] + b" [...] " + raw[-half:]
-    return {"clipped": text.decode("utf-8", "backslashreplace")}
+    return json.dumps({"clipped": text.decode("utf-8", "backslashreplace")}).encode()

@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -52,7 +52,7 @@ class Gateway:
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
         """Start to accept."""
-        return await asyncio.start_server(self._accept, sock=listener, limit=2 * _READ)
+        return await asyncio.get_running_loop().create_server(lambda: _Protocol(self._accept), sock=listener)
 
     async def end(self) -> None:
         """Break off what still runs, each call with its account."""
@@ -60,8 +60,8 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(_Connection(self, reader, writer).run())
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: _Protocol) -> None:
+        task = asyncio.ensure_future(_Connection(self, reader, writer, protocol).run())
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
@@ -102,7 +102,9 @@ class Gateway:
             kind, coding = (_header(reply.headers, name) for name in (b"content-type", b"content-encoding"))
             answer = Answer(ask.dialect, kind, coding)
             account.head(reply.status, answer)
-            await client.send_head(reply.status, [*reply.headers, (CALL_HEADER.encode(), b"%d" % account.seq)])
+            client.head(reply.status, [*reply.headers, (CALL_HEADER.encode(), b"%d" % account.seq)])
+            if answer.streaming:
+                await client.send()
             held = b""  # the last bytes of a plain answer: its event is written before the agent can act on it
             async for chunk in reply.chunks:
                 account.body(chunk)
@@ -113,18 +115,41 @@ class Gateway:
                     await client.send(h11.Data(data=ready))
             account.complete()
             self._calls.end(account)
-            if held:
-                await client.send(h11.Data(data=held))
-            await client.send(h11.EndOfMessage())
+            await client.send(*([h11.Data(data=held)] if held else []), h11.EndOfMessage())
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """A client's stream that tells at once when the client leaves, also while nobody reads."""
+
+    def __init__(self, accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter, _Protocol], None]) -> None:
+        self.on_leave: Callable[[], None] | None = None
+        super().__init__(asyncio.StreamReader(limit=2 * _READ), lambda reader, writer: accept(reader, writer, self))
+
+    def eof_received(self) -> bool | None:
+        """Nothing more comes from the client."""
+        self._leave()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more reaches the client."""
+        self._leave()
+        super().connection_lost(exc)
+
+    def _leave(self) -> None:
+        if self.on_leave is not None:
+            self.on_leave()
 
 
 class _Connection:
     """One client's connection: requests one after the other."""
 
-    def __init__(self, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: _Protocol
+    ) -> None:
         self._gateway = gateway
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._protocol = reader, writer, protocol
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_MAX)
+        self._held: list[h11.Event] = []
         self.answered = False
         self.gone = False
 
@@ -146,7 +171,7 @@ class _Connection:
             if request is None:
                 return False
             body = await self._body()
-            await self._until_gone(self._gateway.answer(request, body, self))
+            await self._until_gone(request, body)
         except h11.RemoteProtocolError as error:
             await self._refuse(Refusal(error.error_status_hint, "bad_request", str(error)))
         except Refusal as refusal:
@@ -174,55 +199,48 @@ class _Connection:
                 return bytes(body)
             elif event is h11.NEED_DATA:
                 if self._http.they_are_waiting_for_100_continue:
-                    await self._write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
+                    await self.send(h11.InformationalResponse(status_code=100, headers=[]))
                 self._http.receive_data(await self._reader.read(_READ))
             else:
                 raise _ClientGone
 
-    async def _until_gone(self, answering: Coroutine[object, object, None]) -> None:
+    async def _until_gone(self, request: h11.Request, body: bytes) -> None:
         """Answer, but not for a client that has left."""
-        answer = asyncio.ensure_future(answering)
-        watch = asyncio.ensure_future(self._watch())
-        try:
-            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 (run() is one)
+
+        def leave() -> None:
+            if not self.gone:
                 self.gone = True
-                answer.cancel()
-                await asyncio.wait({answer})
-                raise _ClientGone
-            answer.result()
+                task.cancel()
+
+        self._protocol.on_leave = leave
+        try:
+            await self._gateway.answer(request, body, self)
+        except asyncio.CancelledError:
+            if not self.gone:
+                raise
+            task.uncancel()
+            raise _ClientGone from None
         finally:
-            watch.cancel()
-            answer.cancel()
-            await asyncio.gather(watch, answer, return_exceptions=True)
+            self._protocol.on_leave = None
 
-    async def _watch(self) -> None:
-        """Return when the client has left. What it sends ahead is kept, within a bound."""
-        ahead = 0
-        while ahead < HEAD_MAX:
-            data = await self._reader.read(_READ)
-            if not data:
-                return
-            ahead += len(data)
-            self._http.receive_data(data)
-        await asyncio.Event().wait()
+    def head(self, status: int, headers: Headers) -> None:
+        """Begin the answer; it goes out with the next write, and until then another may take its place."""
+        self._held = [h11.Response(status_code=status, headers=headers)]
 
-    async def send_head(self, status: int, headers: Headers) -> None:
-        """Begin the answer."""
-        self.answered = True
-        await self.send(h11.Response(status_code=status, headers=headers))
+    async def send(self, *events: h11.Event) -> None:
+        """Write what was held and these parts of the answer, at once."""
+        parts, self._held = [*self._held, *events], []
+        self.answered = self.answered or isinstance(parts[0], h11.Response)
+        await self._write(b"".join(self._http.send(part) or b"" for part in parts))
 
-    async def send(self, event: h11.Event) -> None:
-        """Write one part of the answer."""
-        await self._write(self._http.send(event))
-
-    async def _write(self, data: bytes | None) -> None:
-        if data:
-            try:
-                self._writer.write(data)
-                await self._writer.drain()
-            except OSError as error:
-                raise _ClientGone from error
+    async def _write(self, data: bytes) -> None:
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except OSError as error:
+            raise _ClientGone from error
 
     async def _refuse(self, refusal: Refusal) -> None:
         if self._http.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
@@ -234,9 +252,8 @@ class _Connection:
             headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients obey it
         if self._http.their_state is h11.SEND_BODY:
             headers.append((b"connection", b"close"))
-        await self.send_head(refusal.status, headers)
-        await self.send(h11.Data(data=raw))
-        await self.send(h11.EndOfMessage())
+        self.head(refusal.status, headers)
+        await self.send(h11.Data(data=raw), h11.EndOfMessage())
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:

@@ -118,10 +118,8 @@ class Direct:
             with _cut():
                 target = ask.path.encode("ascii", "backslashreplace")
                 head = h11.Request(method=ask.method, target=target, headers=self._headers(ask))
-                link.writer.write(link.http.send(head) or b"")
-                if ask.body:
-                    link.writer.write(link.http.send(h11.Data(data=ask.body)) or b"")
-                link.writer.write(link.http.send(h11.EndOfMessage()) or b"")
+                parts = [head, *([h11.Data(data=ask.body)] if ask.body else []), h11.EndOfMessage()]
+                link.writer.write(b"".join(link.http.send(part) or b"" for part in parts))
                 await link.writer.drain()
                 response = await self._head(link)
             yield Reply(response.status_code, self._kept(response.headers), self._body(link))

@@ -131,7 +131,7 @@ FAULTS = [
     ("401", 4, 30.0, 1, "model_failed", "HTTP 401"),
     ("400", 4, 30.0, 1, "model_failed", "HTTP 400"),
     ("hang", 1, 0.5, 2, "model_failed", "did not answer within 0.5 s"),  # the gateway's bound
-    ("break", 1, 30.0, 2, "model_failed", "RemoteProtocolError"),
+    ("break", 1, 30.0, 2, "model_failed", "broke off"),
     ("garbage", 1, 30.0, 2, "model_failed", "no responses answer"),
     ("failed", 1, 30.0, 2, "model_failed", "says it failed"),
     ("context", 4, 30.0, 10, "gave_up", "maximum context length"),
