@@ -91,7 +91,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_term)
         for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(ignored, signal.SIG_IGN)
+            signal.signal(ignored, lambda *_: None)  # not SIG_IGN: the agent would inherit that, and be deaf to it
         self._wake_reader, self._wake_writer = reader, writer
         self._selector.register(reader, selectors.EVENT_READ, None)
 

@@ -151,6 +151,7 @@ class Containers:
         volumes: Sequence[str] = (),
         init: bool = False,
         memory: str | None = None,
+        pids: int | None = None,
         extra_hosts: Mapping[str, str] | None = None,
     ) -> Box:
         """Starts a box of images/build.py: `tmpfs` is path -> options, `volumes` are `/host:/box:ro`, `memory` is `64m`."""
@@ -167,6 +168,7 @@ class Containers:
             volumes=list(volumes),
             init=init,
             mem_limit=memory,
+            pids_limit=pids,
             extra_hosts=dict(extra_hosts or {}),
         )
         self.boxes.append(Box(created))
