@@ -25,6 +25,7 @@ from boxstrap.controller.errors import (
     SessionConflict,
     SetupFailed,
 )
+from boxstrap.controller.follower import FOLLOW_S, Follower, Streaming
 from boxstrap.controller.sandbox import ExecResult, Sandbox
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Answer, Code, Request, Tail, session_brand, to_json
@@ -85,6 +86,7 @@ class BoxSession:
         self._collector = collector
         self._user = user
         self._held: asyncio.Task[object] | None = None
+        self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Streaming) else None
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
@@ -120,7 +122,9 @@ class BoxSession:
         self._held = asyncio.ensure_future(call)
 
     async def release(self) -> None:
-        """Let the exec that held the runner go: its runner has ended, or never will."""
+        """Let the execs go that held the runner and followed it: the runner has ended, or never will."""
+        if self._follower is not None:
+            await self._follower.close()
         if self._held is not None:
             done, _ = await asyncio.wait({self._held}, timeout=HELD_BOUND_S)
             if not done:
@@ -142,7 +146,7 @@ class BoxSession:
         stopped = ours = False
         while True:
             asked = time.monotonic()
-            tail = await self._tail(wait_s=min(TAIL_WAIT_S, 1.0 if self._collector.offset == 0 else TAIL_WAIT_S))
+            tail = await self._next(wait_s=min(TAIL_WAIT_S, 1.0 if self._collector.offset == 0 else TAIL_WAIT_S))
             if tail.claim == STOPPED:
                 return tail
             if ours and tail.claim != digest:
@@ -169,6 +173,19 @@ class BoxSession:
                 bound = time.monotonic() + STOP_MARGIN_S
             if not tail.chunk and now - asked < PAUSES_S[1]:
                 await asyncio.sleep(PAUSES_S[1])  # what answers at once with nothing is not what we put there
+
+    async def _next(self, *, wait_s: float) -> Tail:
+        """Take the next reply from the held follower, where there is one and it makes sense, and else ask."""
+        if self._follower is not None and self._collector.offset > 0:
+            line = await self._follower.line(within_s=TAIL_WAIT_S)
+            if line is not None:
+                try:
+                    return self._collector.feed(line)
+                except EvidenceError as error:
+                    await self._follower.close()
+                    if not error.passing:
+                        raise
+        return await self._tail(wait_s=wait_s)
 
     async def catch_up(self, *, stop_s: float) -> Tail:
         """Stop what is left, and collect to the end."""
@@ -250,6 +267,9 @@ class BoxSession:
             f"The session could not be stopped in an orderly way: {said}",
             remedy="What bears its mark was killed, as far as that could be reached. Close again.",
         )
+
+    def _following(self) -> str:
+        return self._command(["tail", "--from", str(self._collector.offset), "--follow", str(FOLLOW_S)])
 
     def _command(self, words: list[str]) -> str:
         return shlex.join(["sh", self._archive, words[0], "--session", self._paths.path, *words[1:], "--json"])

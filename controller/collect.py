@@ -13,6 +13,7 @@ import binascii
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from boxstrap.runner.wire import EVIDENCE_LINE_MAX, Event, Receipt, Tail
 
 EVIDENCE_MAX = 1024 * 1024 * 1024
 """Bytes that one session may put on the host's disk."""
+SYNC_EVERY_S = 1.0
 GAPS_MAX = 1000
 """Gaps that are kept one by one; more are only counted."""
 ARTIFACTS_MAX = 1000
@@ -54,6 +56,7 @@ class Collector:
         self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "r+b")
         self._rest = b""
         self._skipping = False
+        self._synced_at = 0.0
         self._seq = 0
         self.events = 0
         self.gaps: list[Gap] = []
@@ -111,8 +114,15 @@ class Collector:
         if data:
             self._file.write(data)
             self._file.flush()
-            os.fsync(self._file.fileno())
+            self._sync(every_s=SYNC_EVERY_S)
             self._take(data)
+
+    def _sync(self, *, every_s: float = 0.0) -> None:
+        """Put it on the disk. What is written is safe from a killed controller at once, from a lost host within a second."""
+        now = time.monotonic()
+        if now - self._synced_at >= every_s:
+            self._synced_at = now
+            os.fsync(self._file.fileno())
 
     def note(self, code: str, detail: str) -> None:
         """Name something else that is missing."""
@@ -120,6 +130,7 @@ class Collector:
 
     def end(self, receipt: Receipt | None) -> None:
         """Name a torn last line, and compare what was collected with what the receipt says was written."""
+        self._sync()
         if self._rest:
             self._gap("torn_line", self.offset - len(self._rest), f"{len(self._rest)} bytes without an end")
             self._rest = b""
