@@ -140,7 +140,7 @@ def test_receipt_that_the_agent_wrote_after_killing_its_supervisor_is_not_believ
     runner.request("sh", "-c", f"kill -9 $PPID; cp {forged} {runner.folder}/receipt.json; exec sleep 600")
     _, receipt = runner.run()
     assert (receipt.supervisor_lost, receipt.cleanup_confirmed) == (True, True)
-    assert outcome_of(receipt) is Outcome.SANDBOX_LIE
+    assert outcome_of(receipt) is Outcome.SANDBOX_LOST
 
 
 def test_receipt_that_confirms_while_something_runs_is_corrected_by_stop(runner: Runner) -> None:
