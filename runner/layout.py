@@ -111,7 +111,9 @@ _SESSION_MEMBERS = {
     "receipt": "receipt.json",
     "artifacts": "artifacts",
     "lock": "lock",
+    "relay": "relay.sock",
     "reserve": "reserve",
+    "resources_cookies": "resources_cookies.json",
 }
 
 

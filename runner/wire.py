@@ -198,11 +198,30 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToolAccess:
+    """One server whose functions the agent may call: NeMo Gym's DirectHTTPToolAccess, and the functions that it serves.
+
+    A call is a POST of its arguments to `base_url`/<function's name>. `tools` are Responses tools ({type: "function", name,
+    description, parameters}). A `required` one that fails for good fails the session. `cookies` start its own jar.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+    name: str
+    base_url: str
+    kind: str = "direct_http"
+    required: bool = True
+    cookies: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    tools: list[dict[str, object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One activation: request.json in the session folder. Its digest is what `launch.claim` names.
 
     `deadline_s` and `grace_s` are seconds from launch and from the first TERM. `env` is added to the agent's
     environment; nothing else of the host is. `activation` is a bash snippet run once to capture the task environment.
+    `input` is what the caller was asked, in items of the Responses dialect, for agents that take more than a prompt.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
@@ -219,6 +238,8 @@ class Request:
     argv: list[str] = field(default_factory=list)
     options: dict[str, object] = field(default_factory=dict)
     max_policy_calls: int | None = None
+    tool_accesses: list[ToolAccess] = field(default_factory=list)
+    input: list[dict[str, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +367,8 @@ def request_from(raw: bytes) -> Request:
         )
     try:
         model = plain.pop("model", None)
-        return Request(**plain, model=None if model is None else Model(**model))
+        accesses = [ToolAccess(**access) for access in plain.pop("tool_accesses", None) or []]
+        return Request(**plain, model=None if model is None else Model(**model), tool_accesses=accesses)
     except TypeError as error:
         raise ValueError(f"request.json: {error}") from error
 

@@ -82,6 +82,11 @@ def fix_bug(_: int) -> list[Turn]:
     ]
 
 
+def write_script(_: int) -> list[Turn]:
+    """Answer with the repair as a bash script: for an agent that asks once and offers no tools."""
+    return [Turn(text=f"python3 - <<'EOF'{_EDIT}EOF\npython3 -B -m unittest -q")]
+
+
 def sleep(seconds: int) -> list[Turn]:
     """Let the agent's tool run for long (600 s unless told otherwise): for deadlines."""
     long = seconds or 600
@@ -141,6 +146,29 @@ def look_around(_: int) -> list[Turn]:
     return [Turn(shell="pwd -P; env; readlink /proc/self/fd/* /proc/$$/fd/*"), DONE]
 
 
+_COUNT = """import asyncio
+print(await self.increment(by=2))
+print(await self.increment(by="two"))
+print(await asyncio.gather(self.increment(by=1), self.increment(by=1), self.read()))
+print(await self.increment(3, note="positional"))
+print(await self.increment(), await self.broken())"""
+_STUBBORN = """try:
+    print(await self.increment(by=1))
+except BaseException as error:
+    print('caught', type(error).__name__)
+print('still here')"""
+
+
+def count(_: int) -> list[Turn]:
+    """Call granted functions: one by one, at once, wrongly."""
+    return [Turn(python=_COUNT), DONE]
+
+
+def count_on(_: int) -> list[Turn]:
+    """Call a granted function and go on whatever comes of it, for ever."""
+    return [Turn(python=_STUBBORN)]
+
+
 def crash(_: int) -> list[Turn]:
     """Make the agent's process kill itself."""
     return [Turn(python="import os\nos.kill(os.getpid(), 9)", shell="kill -9 $PPID"), DONE]
@@ -148,6 +176,7 @@ def crash(_: int) -> list[Turn]:
 
 SCRIPTS: dict[str, Callable[[int], list[Turn]]] = {
     "fix-bug": fix_bug,
+    "write-script": write_script,
     "sleep": sleep,
     "spin": spin,
     "daemons": daemons,
@@ -157,6 +186,8 @@ SCRIPTS: dict[str, Callable[[int], list[Turn]]] = {
     "unparsed": unparsed,
     "flood": flood,
     "look-around": look_around,
+    "count": count,
+    "count-on": count_on,
     "crash": crash,
 }
 

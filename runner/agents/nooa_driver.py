@@ -3,16 +3,14 @@
 """Runs one request with NOOA's BenchAgent, inside the published interpreter, with the workdir as its current folder.
 
 It enters the agent where nothing is lost (`_solve_task`, not the harness entry that turns every exception into success: false),
-gives it our model client, and reports through the event pipe. NOOA's own reach is cut while it is imported and built: it
-would read configuration from the task's repository, fetch a price list, and send every prompt to whatever answers on port
-5001. The variables that cut it are gone again before the first shell starts. It refuses to end without a result line.
+gives it our model client, and reports through the event pipe. It refuses to end without a result line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -25,23 +23,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from boxstrap.runner.agents import driver
+from boxstrap.runner.agents import driver, nooa_entry
 from boxstrap.runner.agents.event_writer import EventWriter, clip
-from boxstrap.runner.agents.nooa import DEFAULT_AGENT_CLASS, check
+from boxstrap.runner.agents.nooa import check
+from boxstrap.runner.agents.nooa_isolation import cut_off
+from boxstrap.runner.environment import SESSION_DIR
+from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Kind, Outcome, Request
 
 TERM_BOUND_S = 1.5
 """From SIGTERM to the end, also when a cell blocks the event loop."""
 CLOSE_BOUND_S = 1.0
-
-_NOWHERE = "/nonexistent/boxstrap"
-_WHILE_BUILDING = {
-    "NEMO_OO_PROJECT_DIR": _NOWHERE,  # else .nooa/ of the task's repository is read, -I or not
-    "NEMO_OO_USER_DIR": _NOWHERE,
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else litellm fetches a price list, three times over
-    "LITELLM_MODE": "PRODUCTION",  # else litellm loads .env files
-    "OTLP_ENDPOINT": "none:",  # no URL at all: a task's http_proxy would answer for any host
-}
 
 
 @dataclass(frozen=True)
@@ -56,12 +48,14 @@ class End:
 class Run:
     """One request, from import to result."""
 
-    def __init__(self, request: Request, events: EventWriter) -> None:
+    def __init__(self, request: Request, events: EventWriter, *, session: str = "") -> None:
         from boxstrap.runner.agents.nooa_hooks import Recorder  # noqa: PLC0415 (beside its only use)
 
         self._request = request
         self._events = events
         self._recorder = Recorder(events)
+        self._jar = SessionPaths(session).resources_cookies if session else ""
+        self._tools: Any = None
         self._task: asyncio.Task[End] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         signal.signal(signal.SIGTERM, self._on_term)
@@ -69,7 +63,7 @@ class Run:
     def solve(self) -> End:
         """Import, build, solve. Never raises."""
         try:
-            with _cut_off():
+            with cut_off():
                 with self._phase("import"):
                     agent_class = self._import()
                 with self._phase("construct"):
@@ -89,11 +83,9 @@ class Run:
         os._exit(0 if end.outcome is Outcome.COMPLETED else 1)
 
     def _import(self) -> Any:
-        module, _, name = str(self._request.options.get("agent_class", DEFAULT_AGENT_CLASS)).partition(":")
-        found = getattr(importlib.import_module(module), name)
-        missing = [part for part in ("_solve_task", "_install_python_tools") if not hasattr(found, part)]
-        if missing:
-            raise TypeError(f"{module}:{name} has no {' and no '.join(missing)}, needed an agent like {DEFAULT_AGENT_CLASS}")
+        found = nooa_entry.agent_class_of(self._request)
+        self._ask = nooa_entry.ask_of(self._request)
+        self._events.emit(Kind.LOG, {"name": "agent", "version": importlib.metadata.version("nooa")})
         return found
 
     def _construct(self, agent_class: Any) -> tuple[Any, Any]:
@@ -107,11 +99,23 @@ class Run:
         assert model is not None  # noqa: S101 (check() saw to it)
         endpoint = ModelEndpoint(model, owner=lambda: self._recorder.invocation, on_reply=self._on_reply)
         client = ResponsesModel if model.api == "responses" else ChatModel
-        agent = agent_class(llm=client(endpoint, self._request.options))
+        if self._request.tool_accesses:
+            from boxstrap.runner.agents.nooa_tools import ResourceTools  # noqa: PLC0415 (jsonschema is the payload's)
+
+            self._tools = ResourceTools(
+                self._request.tool_accesses,
+                self._events,
+                parents=self._recorder.parents,
+                jar=self._jar,
+                fail=self._on_resource_failure,
+            )
+            agent_class = self._tools.extend(agent_class)
+        kwargs = nooa_entry.init_kwargs(self._request)
+        agent = agent_class(llm=client(endpoint, self._request.options), **kwargs)
+        if self._tools is not None:
+            self._tools.check(agent)
         if getattr(sys.modules.get("nooa.tracing"), "_provider", None) is not None:
             raise RuntimeError("NOOA's tracing turned itself on: prompts would leave the session")
-        agent._install_python_tools(os.getcwd())
-        agent.problem_statement = self._request.prompt
         return agent, endpoint
 
     async def _session(self, agent: Any, endpoint: Any) -> NoReturn:
@@ -121,10 +125,15 @@ class Run:
         set_hooks(self._recorder)  # after constructing, which may install its own
         agent.event_manager.on("*", self._recorder.on_event)
         self._task = self._loop.create_task(self._solve(agent, endpoint))
+        end = End(Outcome.AGENT_FAILED, "")
         try:
             end = await self._task
         except asyncio.CancelledError:
             end = End(Outcome.CANCELLED, "asked to stop by SIGTERM")
+        except BaseException:
+            if self._without_resource() is None:
+                raise
+        end = self._without_resource() or end
         with contextlib.suppress(Exception):
             await asyncio.wait_for(agent.shell.close(), CLOSE_BOUND_S)
         self.finish(end)
@@ -134,9 +143,12 @@ class Run:
 
         from boxstrap.runner.agents.model_endpoint import ModelFailedError, PolicyBudgetExhaustedError  # noqa: PLC0415
 
+        if unseen := nooa_entry.unseen(self._request):
+            why = f"{unseen} items of the input besides the latest message of the user"
+            self._events.emit(Kind.GAP, {"code": "input_not_shown", "detail": why})
         try:
             with self._phase("solve"):
-                answer = await agent._solve_task(self._request.prompt)
+                answer = await self._ask(agent)
         except PolicyBudgetExhaustedError as error:
             return End(Outcome.POLICY_BUDGET_EXHAUSTED, str(error))
         except ModelFailedError as error:
@@ -154,17 +166,22 @@ class Run:
         return End(Outcome.COMPLETED, "the agent returned a result", self._final(answer))
 
     def _final(self, answer: Any) -> dict[str, object]:
-        """Record the returned value as the last message, and that no model wrote it as such."""
-        plain = answer.model_dump(mode="json") if hasattr(answer, "model_dump") else {"value": answer}
-        bounded: dict[str, object] = {
-            str(key): clip(value if isinstance(value, str) else json.dumps(value, default=str)) for key, value in plain.items()
-        }
-        text = clip(json.dumps(bounded, ensure_ascii=False))
-        self._events.emit(Kind.MESSAGE, {"role": "assistant", "text": text, "final": True})
-        if text != self._recorder.last_text:
+        """Record the returned value as the last message unless the model wrote it as such; then nobody trains on it."""
+        plain = answer.model_dump(mode="json") if hasattr(answer, "model_dump") else answer
+        text = plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, default=str)
+        if plain is not None and text != self._recorder.last_text:
+            self._events.emit(Kind.MESSAGE, {"role": "assistant", "text": clip(text), "final": True})
             why = "the returned value is no text of the model"
             self._events.emit(Kind.GAP, {"code": "non_trainable_terminal_output", "detail": why})
-        return bounded
+        fields = plain if isinstance(plain, dict) else {"value": plain}
+        return {
+            str(key): clip(value if isinstance(value, str) else json.dumps(value, default=str)) for key, value in fields.items()
+        }
+
+    def _without_resource(self) -> End | None:
+        """Whatever the agent made of it: without a required server there is no result."""
+        failure = None if self._tools is None else self._tools.failure
+        return None if failure is None else End(Outcome.RESOURCE_FAILED, str(failure))
 
     def _on_reply(self, reply: Mapping[str, object], seq: int | None) -> None:
         for text in reasoning_in(reply):
@@ -178,14 +195,21 @@ class Run:
         finally:
             self._events.emit(Kind.PHASE, {"name": name, "seconds": round(time.monotonic() - started, 6)})
 
+    def _on_resource_failure(self) -> None:
+        failed = self._without_resource()
+        assert failed is not None  # noqa: S101 (that is why it is called)
+        self._end_soon(failed)
+
     def _on_term(self, number: int, frame: FrameType | None) -> None:
-        """Cancel, and see from another thread that it ends: this one may be in a cell that never yields."""
         del number, frame
+        self._end_soon(End(Outcome.CANCELLED, "asked to stop by SIGTERM"))
+
+    def _end_soon(self, end: End) -> None:
+        """Cancel, and see from another thread that it ends: this one may be in a cell that never yields."""
         bound = 0.0
         if self._task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
             bound = TERM_BOUND_S
-        end = End(Outcome.CANCELLED, "asked to stop by SIGTERM")
         timer = threading.Timer(bound, self.finish, (end,))
         timer.daemon = True
         timer.start()
@@ -202,21 +226,6 @@ class _Warnings(logging.Handler):
         """Write one."""
         data = {"name": "logging", "logger": record.name, "level": record.levelname.lower()}
         self._events.emit(Kind.LOG, {**data, "text": clip(record.getMessage(), 8000)})
-
-
-@contextlib.contextmanager
-def _cut_off() -> Iterator[None]:
-    """Keep NOOA and litellm from reaching out while they are imported and built; then the environment is the task's again."""
-    before = {name: os.environ.get(name) for name in _WHILE_BUILDING}
-    os.environ.update(_WHILE_BUILDING)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def causes(error: BaseException) -> list[str]:
@@ -251,6 +260,7 @@ def reasoning_in(response: object) -> Iterator[str]:
 
 def main() -> NoReturn:
     """Run the request of the session folder that the environment names. Never returns."""
+    session = os.environ.get(SESSION_DIR, "")
     request, events = driver.begin()
     try:
         check(request)
@@ -258,7 +268,7 @@ def main() -> NoReturn:
         events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {_name(error)}", None)
         sys.exit(1)
     logging.getLogger().addHandler(_Warnings(events))
-    run = Run(request, events)
+    run = Run(request, events, session=session)
     try:
         end = run.solve()
     except BaseException as error:  # noqa: BLE001

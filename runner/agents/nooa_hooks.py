@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -35,6 +36,8 @@ class _Running:
 
     data: dict[str, object]
     clock: float
+    outer: _Running | None = None
+    """What was running in the same context when it began."""
 
 
 class Recorder:
@@ -46,6 +49,7 @@ class Recorder:
         self._calls: dict[str, _Running] = {}
         self._invocations: dict[str, str] = {}
         self._asking: ContextVar[str | None] = ContextVar("asking", default=None)
+        self._within: ContextVar[_Running | None] = ContextVar("within", default=None)
         self.last_text = ""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -57,12 +61,19 @@ class Recorder:
     def before_agent_call(self, *, method_name: str, call_id: str, parent_call_id: str | None, **_: Any) -> _Running:
         """An agent method begins: an invocation in Gym's words."""
         data: dict[str, object] = {"invocation_id": call_id, "parent_invocation_id": parent_call_id, "method": method_name}
-        return _Running(data, time.monotonic())
+        running = _Running(data, time.monotonic(), self._within.get())
+        self._within.set(running)
+        return running
 
     def after_agent_call(self, *, exception: BaseException | None, context: _Running | None, **_: Any) -> None:
-        """It ended; what is private to the agent is no invocation."""
-        if context is not None and not str(context.data["method"]).startswith("_"):
-            status = "failed" if exception else "completed"
+        """It ended; what is private to the agent is no invocation, but for the one that all others are part of."""
+        if context is None:
+            return
+        self._within.set(context.outer)
+        if context.data["parent_invocation_id"] is None or not str(context.data["method"]).startswith("_"):
+            # NOOA knows of no exception but an Exception, and calls this while any other is on its way out.
+            cut = isinstance(sys.exception(), BaseException) and not isinstance(sys.exception(), Exception)
+            status = "failed" if exception else "interrupted" if cut else "completed"
             seconds = round(time.monotonic() - context.clock, 6)
             self._events.emit(Kind.LOG, {"name": "invocation", **context.data, "status": status, "seconds": seconds})
 
@@ -79,6 +90,16 @@ class Recorder:
         """Whose model call is under way in this context."""
         return self._asking.get()
 
+    def parents(self) -> dict[str, object]:
+        """Say in whose invocation, cell and tool call this context is."""
+        running = self._within.get()
+        data = {} if running is None else running.data
+        return {
+            "invocation_id": data.get("invocation_id"),
+            "parent_tool_call_id": data.get("tool_call_id"),
+            "parent_execution_id": data.get("execution_id"),
+        }
+
     def before_code_execution(
         self, *, code: str, execution_id: str, generation_id: str | None = None, tool_call_id: str | None = None, **_: Any
     ) -> None:
@@ -86,13 +107,15 @@ class Recorder:
         data: dict[str, object] = {"execution_id": execution_id, "tool_call_id": tool_call_id, "code": clip(code)}
         data |= {"invocation_id": self._invocations.get(generation_id or ""), "started_at": time.time()}
         data["synthetic"] = bool(tool_call_id and tool_call_id.startswith(_MADE_UP))
-        self._cells[execution_id] = _Running(data, time.monotonic())
+        self._cells[execution_id] = _Running(data, time.monotonic(), self._within.get())
+        self._within.set(self._cells[execution_id])
 
     def after_code_execution(self, *, execution_id: str, result: Any, exception: BaseException | None, **_: Any) -> None:
         """A cell ended."""
         running = self._cells.pop(execution_id, None)
         if running is None:
             return None
+        self._within.set(running.outer)
         if result is None:
             return self._cell(running, "failed" if exception else "interrupted", error=repr(exception) if exception else None)
         error = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
