@@ -28,7 +28,7 @@ main() {
             trap 'undo; exit 75' HUP INT TERM
             parse "$@" && "$bx_verb"
             ;;
-        run | tail | status | stop | shell | env) to_runner "$@" ;;
+        run | tail | status | stop | relay | shell | env) to_runner "$@" ;;
         help) help "${1-}" ;;
         *) usage "there is no verb '$bx_verb': check install clean run tail status stop shell env" ;;
     esac
@@ -242,7 +242,7 @@ find_facts() {
     case $bx_arch in
         x86_64) bx_canonical=/lib64/ld-linux-x86-64.so.2 ;;
         aarch64) bx_canonical=/lib/ld-linux-aarch64.so.1 ;;
-        *) bx_canonical=/lib/ld.so ;;
+        *) bx_canonical='' ;;
     esac
     find_loader /bin/sh
     [ -e /bin/sh ] || find_loader "/proc/$$/exe"
@@ -306,8 +306,8 @@ examine() {
         *) add unsupported-arch fail "$bx_arch" "x86_64 or aarch64" "Use a box of one of these architectures." ;;
     esac
     check_libc
-    bx_may_write=1
-    [ "$bx_refused" = false ] || bx_may_write=
+    bx_untried=
+    [ "$bx_refused" = false ] || bx_untried='the box is refused already'
     check_tools
     bx_lock_found='' bx_mv_found=
     if [ "$bx_way" = published ]; then
@@ -327,7 +327,7 @@ examine() {
 
 check_libc() {
     bx_found="$bx_libc${bx_libc_version:+ $bx_libc_version}"
-    if [ "$bx_libc" = glibc ] && [ -e "$bx_canonical" ]; then
+    if [ "$bx_libc" = glibc ] && { [ -e "$bx_canonical" ] || [ -z "$bx_canonical" ]; }; then
         add unsupported-libc ok "$bx_found, $bx_canonical" "glibc with its loader" ""
     else
         case $bx_libc in
@@ -360,7 +360,7 @@ check_tools() {
         esac
         if ! check_cmd "$bx_tool"; then
             add missing-tool "$bx_status" "no $bx_tool" "$bx_tool, for $bx_why" "$(way_to_get "$bx_tool")"
-            [ "$bx_status" = warn ] || case $bx_tool in mkdir | rm | chmod) bx_may_write= ;; esac
+            case $bx_tool in mkdir | rm | chmod) bx_untried="that takes $bx_tool" ;; esac
         elif ! bx_text=$(try_tool "$bx_tool" 2>&1); then
             first_line "$bx_text"
             add missing-tool "$bx_status" "a $bx_tool that does not work${bx_line:+: $bx_line}" "$bx_tool, for $bx_why" \
@@ -387,7 +387,7 @@ way_to_get() {
 # What can be tried without touching the box; flock and mv are tried in a probe folder.
 try_tool() {
     case $1 in
-        bash) bash -c : ;;
+        bash) BASH_ENV='' bash -c : ;;
         sha256sum) case $(sha256sum </dev/null) in e3b0c44298fc1c149afbf4c8996fb924*) ;; *) return 1 ;; esac ;;
     esac
 }
@@ -404,9 +404,9 @@ nearest() {
 # probe_root OPTION FOLDER: what the nearest folder that exists allows. Nothing of ours is executed in the session root.
 probe_root() {
     nearest "$2"
-    if [ -z "$bx_may_write" ]; then
-        if [ -w "$bx_nearest" ]; then
-            add not-writable skip "$bx_nearest was not tried: the box is refused already" "$2 can be written" ""
+    if [ -n "$bx_untried" ]; then
+        if [ -d "$bx_nearest" ] && [ -w "$bx_nearest" ]; then
+            add not-writable skip "$bx_nearest was not tried: $bx_untried" "$2 can be written" ""
         else
             add not-writable fail "$bx_nearest is not writable for uid $bx_uid" "$2 can be written" \
                 "Name another folder with $1."
@@ -564,15 +564,15 @@ where the box shares the host's network."
             add url-loopback ok "$bx_url is loopback, which was allowed" "a host that means the same inside the sandbox" ""
         fi
         if check_cmd bash && check_cmd timeout; then
-            bx_text=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$bx_host" "$bx_port" 2>&1)
+            bx_text=$(BASH_ENV='' timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$bx_host" "$bx_port" 2>&1)
             bx_status=$?
         else bx_status=0 bx_text='/dev/tcp: No such file'; fi
         case $bx_status:$bx_text in
-            0:) add url-unreachable ok "$bx_host port $bx_port answers" "$bx_url can be reached" "" && continue ;;
             *'/dev/tcp'*'No such file'*)
                 bx_deferred="$bx_deferred $bx_url"
                 add url-unreachable skip "not tried without Python" "$bx_url can be reached" "" && continue
                 ;;
+            0:*) add url-unreachable ok "$bx_host port $bx_port answers" "$bx_url can be reached" "" && continue ;;
             124:* | 143:*) bx_line='no answer within 5 seconds' ;;
             *) first_line "$bx_text" && bx_line=${bx_line##*: } ;;
         esac
@@ -841,7 +841,7 @@ stage() {
     bx_sum=$(sum_of "$bx_interpreter" 2>&1)
     [ "$bx_sum" = "$bx_interpreter_sum" ] || corrupt "$bx_interpreter" "$bx_sum" "$bx_interpreter_sum"
     step unpack
-    bx_text=$({ gzip -dc <"$bx_interpreter" | { step untar && tar -xof - -C "$bx_stage/python"; }; } 2>&1) ||
+    bx_text=$({ gzip -dc <"$bx_interpreter" | { step untar && TAR_OPTIONS='' tar -xof - -C "$bx_stage/python"; }; } 2>&1) ||
         unpack_failed "$bx_text"
     step trial
     bx_staged=$bx_stage/python/bin/python3

@@ -28,7 +28,7 @@ from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, 
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.sandboxes.docker import DockerSandbox, own_container
 from boxstrap.controller.sandboxes.local import LocalSandbox
-from boxstrap.controller.session import Result, SessionSpec, open_session
+from boxstrap.controller.session import RELAY, Result, SessionSpec, open_session
 from boxstrap.controller.show import Progress, show_result
 from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
 
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--workdir", required=True, help="the task's repo in the sandbox")
     run.add_argument("--prompt-file", required=True, type=Path, metavar="F")
     run.add_argument("--model-url", metavar="URL", help="as the sandbox sees it, up to and with /v1")
+    run.add_argument("--relay", action="store_true", help="this host calls the model: the box needs no network and no key")
     run.add_argument("--model-name", default="model", metavar="NAME")
     run.add_argument("--model-api", choices=("responses", "chat"), help="default: responses for nooa, chat for others")
     run.add_argument("--model-header", action="append", default=[], metavar="NAME=VALUE")
@@ -157,6 +158,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         workdir=options.workdir,
         out=options.out or Path("out") / session_id,
         model=model,
+        upstream=RELAY if options.relay else "direct",
         variant=options.payload,
         runtime_root=options.runtime_root,
         session_root=options.session_root,

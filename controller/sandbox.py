@@ -8,6 +8,7 @@ A sandbox is owned by Resources. This module has no way to create, stop or destr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from os import PathLike
 from typing import Protocol, runtime_checkable
 
@@ -30,6 +31,32 @@ class ExecResult(Protocol):
     @property
     def error_type(self) -> str | None:
         """None, or the provider's word for its failure: "timeout", "sandbox_lost", …."""
+
+
+class Conversation(Protocol):
+    """A command that runs, and its standard streams."""
+
+    async def send(self, data: bytes) -> None:
+        """Write to its standard input.
+
+        Raises:
+            OSError: nobody reads it any more.
+        """
+
+    async def receive(self) -> bytes:
+        """Give what it printed next; nothing at its end."""
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """A sandbox that can also hold a command's standard streams open both ways. Optional: see controller/relay.py."""
+
+    def converse(self, command: str, *, user: str | int | None = None) -> AbstractAsyncContextManager[Conversation]:
+        """Start a POSIX shell command; leaving the context lets go of it.
+
+        Raises:
+            BoxstrapError, OSError: it could not be started.
+        """
 
 
 @runtime_checkable

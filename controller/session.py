@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -42,6 +42,7 @@ from boxstrap.controller.errors import (
 from boxstrap.controller.fetch import fetch_artifacts
 from boxstrap.controller.phases import Phases
 from boxstrap.controller.programs import Program
+from boxstrap.controller.relay import ModelRelay
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_root, default_session_root
 from boxstrap.runner.wire import (
@@ -60,6 +61,9 @@ from boxstrap.runner.wire import (
 
 STOP_AGAIN_S = 1.0
 """How long an activation may take to notice a stop before it is stopped again: it may not have claimed the session yet."""
+RELAY = "relay"
+RELAY_URL = "http://relay.invalid/v1"
+"""What a box is told of its model's URL when it is the controller that calls the model."""
 RESULT = "result.json"
 ARTIFACTS = "artifacts"
 
@@ -78,6 +82,8 @@ class State(StrEnum):
 class SessionSpec:
     """What a session is: which agent, where, with which budgets, and where the host keeps its evidence.
 
+    `upstream` is "direct" (the box reaches `model.url`) or "relay" (this process makes the calls: the box needs no network, and
+    the model's URL and headers never enter it).
     `out` is the host's folder for this session; the same `session_id` and `out` attach after a restart. `loopback_ok`
     says that the box shares the network in which a loopback URL is meant. `allow_credentials` lets a request carry what
     looks like a provider's key. `program` says which program is meant where the agent is one. `activation` is a
@@ -89,6 +95,7 @@ class SessionSpec:
     workdir: str
     out: Path
     model: Model | None = None
+    upstream: str = "direct"
     variant: str = "lean"
     runtime_root: str = ""
     session_root: str = ""
@@ -111,7 +118,7 @@ class SessionSpec:
             agent=self.agent,
             workdir=self.workdir,
             prompt=prompt,
-            model=self.model,
+            model=self._model_in_the_box(),
             deadline_s=float(self.budgets.worker_s),
             activation=snippet(self.activation),
             env=self.env,
@@ -119,6 +126,11 @@ class SessionSpec:
             options=self.options,
             max_policy_calls=self.max_policy_calls,
         )
+
+    def _model_in_the_box(self) -> Model | None:
+        if self.model is None or self.upstream != RELAY:
+            return self.model
+        return replace(self.model, url=RELAY_URL, headers={}, upstream=RELAY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +173,8 @@ class Session:
     ) -> None:
         if not re.fullmatch(SESSION_ID, spec.session_id):
             raise UsageError(f"Found session id {spec.session_id!r}, needed {SESSION_ID}.", remedy="Choose another.")
+        if spec.upstream not in {"direct", RELAY}:
+            raise UsageError(f"Found upstream {spec.upstream!r}, needed direct or {RELAY}.", remedy="Choose one of them.")
         spec.budgets.check()
         self._sandbox = sandbox
         self.spec = spec
@@ -200,7 +214,7 @@ class Session:
             runtime_root=self._runtime_root,
             session_root=self._session_root,
             workdir=spec.workdir,
-            urls=[_origin(spec.model.url)] if spec.model else [],
+            urls=[_origin(spec.model.url)] if spec.model and spec.upstream != RELAY else [],
             loopback_ok=spec.loopback_ok or bool(getattr(self._sandbox, "shares_host_network", False)),
             interpreter=spec.interpreter,
             program=spec.program,
@@ -313,7 +327,25 @@ class Session:
             if self._state is State.CLOSING:
                 return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED)
             box.launch(bound_s=bound_s)
-        return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+        async with self._relaying():
+            return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+
+    @asynccontextmanager
+    async def _relaying(self) -> AsyncIterator[None]:
+        """Make the box's model calls for as long as the session is followed, where that is asked for."""
+        spec = self.spec
+        if spec.model is None or spec.upstream != RELAY or self.runtime is None:
+            yield
+            return
+        relay = ModelRelay(
+            *(self._sandbox, self.paths, self.runtime.archive, spec.model), max_calls=spec.max_policy_calls, user=spec.user
+        )
+        running = asyncio.create_task(relay.run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def _collect_rest(self, box: BoxSession, stop_s: float) -> None:
         """A box that was lost may be back: what was written meanwhile is evidence, and the outcome stays what it was."""

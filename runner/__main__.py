@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from boxstrap.runner import environment, sessions
+from boxstrap.runner import environment, relay_verb, sessions
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.receipts import receipt_of
 from boxstrap.runner.wire import OUTCOME_EXIT, Answer, Code, ExitStatus, Failure, Receipt, outcome_of, to_json
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         ("tail", "print evidence from a byte offset on"),
         ("status", "say where a session stands"),
         ("stop", "stop a session, reap its processes, print its receipt"),
+        ("relay", "join the controller's exec to the session's model gateway"),
         ("env", "print the agent's exact environment"),
         ("shell", "open a shell in the agent's exact environment and workdir"),
     ):
@@ -57,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
         elif name == "stop":
             verb.add_argument("--wait", type=float, default=None, metavar="S", help="seconds to wait for the end")
             verb.add_argument("--remove", action="store_true", help="remove the session's folder afterwards")
+        elif name == "relay":
+            verb.add_argument("--controller", required=True, metavar="ID", help="a word of the controller's own")
+            verb.add_argument("--poll", action="store_true", help="exchange once and return, instead of staying")
+            verb.add_argument("--ack", type=int, default=0, metavar="N", help="with --poll: the last frame that arrived")
+            verb.add_argument("--wait", type=float, default=0.0, metavar="S", help="with --poll: seconds to wait for a call")
+            verb.add_argument("--batch", type=int, default=0, metavar="N", help="with --poll: the number of these answers")
+            verb.add_argument("--answers", default="", metavar="BASE64", help="with --poll: frames, or @FILE that holds them")
     return parser
 
 
@@ -126,6 +134,17 @@ def _stop(options: argparse.Namespace, session: SessionPaths) -> int:
         removed = sessions.remove(session)
         answer = removed if removed is not None else answer
     return _say(options, answer, ExitStatus.TRY_AGAIN if running else ExitStatus.OK)
+
+
+def _relay(options: argparse.Namespace, session: SessionPaths) -> int:
+    if not options.poll:
+        return relay_verb.hold(session, options.controller)
+    how = {"ack": options.ack, "wait_s": options.wait, "batch": options.batch, "brought": options.answers}
+    said = relay_verb.poll(session, options.controller, **how)
+    if said is None:
+        gone = Failure(code=Code.SESSION_MISSING, message="There is no gateway.", remedy="The session has ended.")
+        return _say(options, gone)
+    return _say(options, said)
 
 
 def _agent_env(session: SessionPaths) -> tuple[dict[str, str], str] | Failure:

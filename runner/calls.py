@@ -14,11 +14,11 @@ import hashlib
 import json
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from boxstrap.runner.dialects import Answer, finish_of, is_too_long, usage_of
+from boxstrap.runner.frames import PolicyBudget
 from boxstrap.runner.upstream import Ask
 from boxstrap.runner.wire import BUDGET_CODE, Kind
 
@@ -26,7 +26,6 @@ PAYLOAD_MAX = 1024 * 1024
 """Bytes of a request or response that an event carries; the evidence log moves what is too long for a line to artifacts/."""
 BACKLOG_MAX = 32 * 1024 * 1024
 """Bytes of events that may wait for the supervisor; beyond it payloads are left out of the events."""
-_FAILED_MAX = 256
 
 
 class Refusal(Exception):
@@ -177,9 +176,7 @@ class Calls:
 
     def __init__(self, events: EventPipe, *, max_calls: int | None) -> None:
         self._events = events
-        self._max = max_calls
-        self._used = 0
-        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._budget = PolicyBudget(max_calls)
 
     def begin(self, ask: Ask, *, invocation: str = "") -> Account:
         """Open the account of a request that is about to be sent.
@@ -190,15 +187,11 @@ class Calls:
         digest = hashlib.sha256(ask.body).hexdigest()
         if ask.dialect == "models":
             return Account(ask, seq=0, attempt=0, digest=digest, invocation=invocation)
-        key = f"{ask.dialect} {digest}"
-        seq, attempts = self._failed.pop(key, (0, 0))
-        if not seq:
-            if self._max is not None and self._used >= self._max:
-                self._events.emit("budget", {"max_policy_calls": self._max})
-                raise Refusal(403, BUDGET_CODE, f"max_policy_calls is {self._max}, all are used")
-            self._used += 1
-            seq = self._used
-        return Account(ask, seq=seq, attempt=attempts, digest=digest, invocation=invocation)
+        taken = self._budget.take(f"{ask.dialect} {digest}")
+        if taken is None:
+            self._events.emit("budget", {"max_policy_calls": self._budget.limit})
+            raise Refusal(403, BUDGET_CODE, f"max_policy_calls is {self._budget.limit}, all are used")
+        return Account(ask, seq=taken[0], attempt=taken[1], digest=digest, invocation=invocation)
 
     def end(self, account: Account) -> None:
         """Close an account, once: write its event, and remember a failed body, so that it is known when it comes again."""
@@ -210,9 +203,7 @@ class Calls:
             self._events.emit(Kind.LOG, {"stream": "gateway", "text": text})
             return
         if account.error is not None:
-            self._failed[f"{account.ask.dialect} {account.digest}"] = (account.seq, account.attempt + 1)
-            while len(self._failed) > _FAILED_MAX:
-                self._failed.popitem(last=False)
+            self._budget.failed(f"{account.ask.dialect} {account.digest}", account.seq, account.attempt + 1)
         told = account.told()
         self._events.emit(Kind.MODEL_CALL, told, **({} if self._events.crowded else account.payloads()))
 

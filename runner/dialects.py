@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages", "models": "/models"}
-"""What follows the model's base URL, by dialect; "models" is the list of models, and no call."""
+from boxstrap.runner.frames import PATHS
+
 _METHOD = {"models": "GET"}
 INVOCATION_HEADER, CALL_HEADER = "x-boxstrap-invocation", "x-boxstrap-call"
 """With the first, a driver tells the gateway whose call it is; with the second, the gateway tells its number."""

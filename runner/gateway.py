@@ -21,8 +21,11 @@ import h11
 
 from boxstrap.runner.cache_control import without_cache_control
 from boxstrap.runner.calls import Account, Calls, EventPipe, Refusal
-from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, PATHS, Answer, dialect_of
-from boxstrap.runner.upstream import Ask, Direct, Headers, Upstream, UpstreamError, end_to_end
+from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, Answer, dialect_of
+from boxstrap.runner.frames import PATHS
+from boxstrap.runner.layout import SessionPaths
+from boxstrap.runner.relay import Relay
+from boxstrap.runner.upstream import KINDS, Ask, Direct, Headers, Upstream, UpstreamError, end_to_end
 from boxstrap.runner.wire import BUDGET_CODE, Model
 
 REQUEST_MAX = 32 * 1024 * 1024
@@ -33,7 +36,6 @@ _READ = 128 * 1024
 FLUSH_BOUND_S = 3.0
 _OWN = INVOCATION_HEADER.encode()
 _DROPPED = frozenset((b"host", b"content-length", b"accept-encoding", b"cookie", b"expect", _OWN))
-_STATUS = {"unreachable": 502, "timeout": 504, "cut": 502, "relay_lost": 503}
 
 
 class _ClientGone(Exception):
@@ -92,10 +94,10 @@ class Gateway:
             raise
         finally:
             self._calls.end(account)
-        if account.error in _STATUS:
+        if account.error in KINDS:
             if client.answered:
                 raise _ClientGone  # a head is out: all that is left is to break off as the model did
-            raise Refusal(_STATUS[account.error], f"model_{account.error}", account.detail)
+            raise Refusal(KINDS[account.error], f"model_{account.error}", account.detail)
 
     async def _forward(self, ask: Ask, account: Account, client: _Connection) -> None:
         async with self._upstream.send(ask) as reply:
@@ -264,7 +266,13 @@ async def _run(config: dict[str, object]) -> None:
     model = Model(**config["model"])  # type: ignore[arg-type] # our own supervisor wrote it
     events = await EventPipe.open(int(str(config["events"])))
     limit = config["max_policy_calls"]
-    gateway = Gateway(model, Direct(model), events, max_calls=None if limit is None else int(str(limit)))
+    upstream: Upstream
+    if model.upstream == "relay":
+        upstream = relay = Relay(SessionPaths(str(config["session"])))
+        controllers = await relay.listen()
+    else:
+        upstream, controllers = Direct(model), None
+    gateway = Gateway(model, upstream, events, max_calls=None if limit is None else int(str(limit)))
     listener = socket.socket(fileno=int(str(config["listener"])))
     listener.setblocking(False)
     server = await gateway.serve(listener)
@@ -272,6 +280,8 @@ async def _run(config: dict[str, object]) -> None:
     asyncio.get_running_loop().add_reader(0, ended.set)  # nothing more is ever written: readable is the end
     await ended.wait()
     server.close()
+    if controllers is not None:
+        controllers.close()
     await gateway.end()
     await events.close(FLUSH_BOUND_S)
 

@@ -36,8 +36,12 @@ HOP_BY_HOP = frozenset(
 )
 
 
+KINDS = {"unreachable": 502, "timeout": 504, "cut": 502, "relay_lost": 503}
+"""One word for why the model gave no answer, and the status with which the agent hears of it."""
+
+
 class UpstreamError(Exception):
-    """The model gave no answer. `kind` is one word for the evidence: unreachable, timeout, cut, relay_lost."""
+    """The model gave no answer. `kind` is one of KINDS."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)

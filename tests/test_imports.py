@@ -18,7 +18,7 @@ import pytest
 HOUSE = Path(__file__).parent.parent
 MODULES = sorted(path for part in ("bootstrap", "runner", "controller") for path in (HOUSE / part).rglob("*.py"))
 
-SHARED = ("boxstrap.runner.wire", "boxstrap.runner.layout")
+SHARED = ("boxstrap.runner.wire", "boxstrap.runner.layout", "boxstrap.runner.frames")
 AGENT_SIDE = {  # what runs in an agent's interpreter, and what of that agent's packages it may use
     r"runner/agents/(\w+_driver|nooa_\w+|model_endpoint)\.py": (r"nooa(_\w+)?", "httpx", "certifi", "pydantic"),
     r"runner/agents/.*litellm.*": (r".*",),

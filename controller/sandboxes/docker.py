@@ -10,12 +10,14 @@ is asked of the container is /bin/sh and cat. A `DockerSandbox` refuses to creat
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import docker
 
@@ -23,6 +25,7 @@ from boxstrap.controller.errors import EvidenceError, SandboxLost, UsageError
 from boxstrap.controller.sandboxes.container import Container, Refused, Setting
 from boxstrap.controller.sandboxes.engine import FAILURES, STDERR, STDOUT, ExecStream, in_thread, shared_client
 from boxstrap.controller.sandboxes.output import DOWNLOAD_MAX, TRANSFER_TIMEOUT_S, BoundedText, Output, failed
+from boxstrap.controller.sandboxes.talk import Talk
 
 _READ = 1024 * 1024
 _TOLD_MAX = 4096
@@ -140,6 +143,48 @@ class DockerSandbox:
             )
         except Refused as error:
             raise OSError(str(error)) from error
+
+    @contextlib.asynccontextmanager
+    async def converse(self, command: str, *, user: str | int | None = None) -> AsyncIterator[Talk]:
+        """Run `/bin/sh -c command` with its standard streams open both ways; leaving lets go of it, and kills it where it can.
+
+        Raises:
+            SandboxLost: the container or the engine is gone.
+            OSError: the engine could not start it (no such user).
+        """
+        talk = Talk()
+        begun: asyncio.Future[ExecStream] = asyncio.get_running_loop().create_future()
+
+        async def feed(stream: ExecStream) -> None:
+            begun.set_result(stream)
+            await asyncio.Event().wait()  # until the command ends: its input stays open
+
+        def sink(which: int, chunk: bytes) -> None:
+            if which != STDERR:
+                talk.feed(chunk)
+
+        async def run() -> None:
+            try:
+                await self._container.run(
+                    lambda _: ["/bin/sh", "-c", command], sink, self._setting(user=user), timeout_s=None, feed=feed
+                )
+            except Refused as error:
+                raise OSError(str(error)) from error
+            finally:
+                talk.end()
+
+        running = asyncio.ensure_future(run())
+        try:
+            waited: set[asyncio.Future[Any]] = {running, begun}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done():
+                await running
+            else:
+                talk.sender = begun.result().send
+            yield talk
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def spawn(
         self,

@@ -17,12 +17,13 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike
 from pathlib import Path
 
 from boxstrap.controller.errors import EvidenceError, UsageError
 from boxstrap.controller.sandboxes.output import DOWNLOAD_MAX, DRAIN_S, BoundedText, Output, failed
+from boxstrap.controller.sandboxes.talk import Talk
 from boxstrap.runner.layout import default_runtime_root, default_session_root
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -148,6 +149,51 @@ class LocalSandbox:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.shield(process.wait())
+
+    @contextlib.asynccontextmanager
+    async def converse(self, command: str, *, user: str | int | None = None) -> AsyncIterator[Talk]:
+        """Run `/bin/sh -c command` with its standard streams open both ways; leaving kills it.
+
+        Raises:
+            OSError: it could not be started.
+            UsageError: another user was asked for.
+        """
+        self._refuse_other(user)
+        talk = Talk()
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", command),
+            cwd=self.folder,
+            env=self._environment(None),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None  # noqa: S101 (they are pipes)
+        assert stdout is not None  # noqa: S101
+
+        async def send(data: bytes) -> None:
+            stdin.write(data)
+            await stdin.drain()
+
+        async def read() -> None:
+            try:
+                while chunk := await stdout.read(_CHUNK):
+                    talk.feed(chunk)
+            finally:
+                talk.end()
+
+        talk.sender = send
+        reading = asyncio.ensure_future(read())
+        try:
+            yield talk
+        finally:
+            reading.cancel()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.gather(reading, process.wait(), return_exceptions=True)
 
     async def spawn(
         self,

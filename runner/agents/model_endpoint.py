@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 
 from boxstrap.runner.agents.event_writer import clip
-from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, PATHS, has_answer, is_too_long, is_transient, usage_of
+from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, has_answer, is_too_long, is_transient, usage_of
+from boxstrap.runner.frames import PATHS
 from boxstrap.runner.wire import BUDGET_CODE, Model
 
 FIRST_DELAY_S, DELAY_MAX_S, RETRY_AFTER_MAX_S, CONNECT_MAX_S = 0.5, 30.0, 120.0, 30.0
