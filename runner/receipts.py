@@ -233,7 +233,7 @@ def finish(session: SessionPaths, *, adopted: bool) -> Receipt:
     def find() -> list[processes.Process]:
         nonlocal reaped
         reaped += _reap_all() if adopted else 0
-        return [process for process in left_of(session, below=(os.getpid(),) if adopted else ()) if not process.dead]
+        return left_of(session, below=(os.getpid(),) if adopted else ())
 
     with locked(session):
         written = None if adopted else receipt_of(session)
@@ -258,9 +258,13 @@ def finish(session: SessionPaths, *, adopted: bool) -> Receipt:
 
 
 def left_of(session: SessionPaths, *, below: tuple[int, ...] = ()) -> list[processes.Process]:
-    """List the session's processes: by its signs, and below `below`."""
+    """List the session's processes that are not dead: by its signs, and below `below`.
+
+    What is dead may stay in the list for as long as the box runs: where PID 1 does not wait, an orphan is never reaped.
+    """
     marker = f"{MARKER}={os.path.basename(session.path)}".encode()
-    return processes.belonging(session.path, marker, processes.every(), below=below)
+    found = processes.belonging(session.path, marker, processes.every(), below=below)
+    return [process for process in found if not process.dead]
 
 
 def _is_of(receipt: Receipt, session: SessionPaths) -> bool:

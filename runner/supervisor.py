@@ -188,9 +188,10 @@ class Supervisor:
             found = self._find()
             clean = 0 if found else clean + 1
             if clean == 2:
+                self._reap()
                 return []
             if now >= give_up_at and found:
-                return receipts.named([process for process in found if not process.dead])
+                return receipts.named(found)
             if now >= kill_at:
                 processes.kill(self._find)
 
