@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from boxstrap.controller import push
+from boxstrap.controller import push, tools
 from boxstrap.controller.activation import snippet
 from boxstrap.controller.box import STOP_MARGIN_S, STOPPED, BoxSession
 from boxstrap.controller.budgets import Budgets
@@ -55,6 +55,7 @@ from boxstrap.runner.wire import (
     Receipt,
     Request,
     Tail,
+    ToolAccess,
     outcome_of,
     request_digest,
 )
@@ -110,9 +111,10 @@ class SessionSpec:
     argv: list[str] = field(default_factory=list)
     options: dict[str, object] = field(default_factory=dict)
     max_policy_calls: int | None = None
+    tool_accesses: list[ToolAccess] = field(default_factory=list)
 
-    def request(self, prompt: str) -> Request:
-        """Make the request that `invoke` takes."""
+    def request(self, prompt: str, *, input: list[dict[str, object]] | None = None) -> Request:  # noqa: A002 (Responses' word)
+        """Make the request that `invoke` takes: a prompt, or the input items of a Responses request."""
         return Request(
             session_id=self.session_id,
             agent=self.agent,
@@ -125,6 +127,8 @@ class SessionSpec:
             argv=self.argv,
             options=self.options,
             max_policy_calls=self.max_policy_calls,
+            tool_accesses=self.tool_accesses,
+            input=input or [],
         )
 
     def _model_in_the_box(self) -> Model | None:
@@ -137,7 +141,8 @@ class SessionSpec:
 class Result:
     """How an invocation ended. All of it but `outcome`'s infrastructure verdict is agent-reported.
 
-    `artifacts` payloads that were too large for a line lie beside the evidence, under artifacts/<sha256>.
+    `artifacts` payloads that were too large for a line lie beside the evidence, under artifacts/<sha256>. `resources_cookies`
+    are those of the session's tool servers, as the agent left them.
     """
 
     outcome: Outcome
@@ -148,6 +153,7 @@ class Result:
     gaps: list[Gap]
     seconds: dict[str, float]
     artifacts: int = 0
+    resources_cookies: dict[str, str] = field(default_factory=dict)
     provenance: str = "agent_reported"
 
     @property
@@ -176,6 +182,7 @@ class Session:
         if spec.upstream not in {"direct", RELAY}:
             raise UsageError(f"Found upstream {spec.upstream!r}, needed direct or {RELAY}.", remedy="Choose one of them.")
         spec.budgets.check()
+        tools.check(spec.tool_accesses, agent=spec.agent)
         self._sandbox = sandbox
         self.spec = spec
         roots = getattr(sandbox, "roots", None)
@@ -194,6 +201,7 @@ class Session:
         self._state = State.NEW
         self._box: BoxSession | None = None
         self._artifacts = 0
+        self._cookies: dict[str, str] = {}
         self._foreign = False
         """Whether the session in the box turned out to be another request's: closing must not stop it."""
         self.result: Result | None = None
@@ -214,7 +222,10 @@ class Session:
             runtime_root=self._runtime_root,
             session_root=self._session_root,
             workdir=spec.workdir,
-            urls=[_origin(spec.model.url)] if spec.model and spec.upstream != RELAY else [],
+            urls=[
+                *([_origin(spec.model.url)] if spec.model and spec.upstream != RELAY else []),
+                *tools.origins(spec.tool_accesses, required=True),
+            ],
             loopback_ok=spec.loopback_ok or bool(getattr(self._sandbox, "shares_host_network", False)),
             interpreter=spec.interpreter,
             program=spec.program,
@@ -223,6 +234,7 @@ class Session:
         self._state = State.OPENING
         try:
             self.runtime, self.installed = await push.ensure_runtime(self._sandbox, want, self.phases)
+            await tools.probe_optional(self._sandbox, self.runtime.archive, want, spec.tool_accesses, self.phases)
             self._state = State.OPEN
         finally:
             if self._state is State.OPENING:
@@ -314,6 +326,8 @@ class Session:
             )
             receipt = None
         self.collector.end(receipt)
+        accesses, jar = self.spec.tool_accesses, self.paths.resources_cookies
+        self._cookies = await tools.final_cookies(self._sandbox, jar, accesses, user=self.spec.user) if accesses else {}
         self._artifacts = await fetch_artifacts(self._sandbox, self.paths.artifacts, self.spec.out / ARTIFACTS, self.collector)
         if receipt is None:
             return self._conclude(Outcome.SANDBOX_LOST, "the supervisor is gone and left no receipt of this session", None)
@@ -377,6 +391,7 @@ class Session:
             events=self.collector.events,
             gaps=self.collector.gaps,
             artifacts=self._artifacts,
+            resources_cookies=self._cookies,
             seconds=dict(self.phases.seconds),
         )
         part = self.spec.out / f".{RESULT}.part"

@@ -20,7 +20,7 @@ MODULES = sorted(path for part in ("bootstrap", "runner", "controller") for path
 
 SHARED = ("boxstrap.runner.wire", "boxstrap.runner.layout", "boxstrap.runner.frames")
 AGENT_SIDE = {  # what runs in an agent's interpreter, and what of that agent's packages it may use
-    r"runner/agents/(\w+_driver|nooa_\w+|model_endpoint)\.py": (r"nooa(_\w+)?", "httpx", "certifi", "pydantic"),
+    r"runner/agents/(\w+_driver|nooa_\w+|model_endpoint)\.py": (r"nooa(_\w+)?", "httpx", "certifi", "pydantic", "jsonschema"),
     r"runner/agents/.*litellm.*": (r".*",),
 }
 GATEWAY_SIDE = ("h11", "certifi")  # what lies beside our code in the archive: controller/archives.py, VENDORED
