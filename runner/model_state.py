@@ -24,6 +24,8 @@ class ModelState:
         self.sent = 0
         self.good = 0
         self.exhausted = False
+        self.ending = False
+        """Whether the session ends the agent: a call that breaks off from now on is nobody's failure."""
         self.trouble = ""
         self._good_at = 0.0
         self._unanswered = ""
@@ -42,7 +44,8 @@ class ModelState:
         elif error in _BROKEN_OFF:
             if begun >= self._good_at:  # no answer since it began
                 self._unanswered = detail
-                self.trouble = self.trouble or (detail if error == "client_gone" else "")
+                if error == "client_gone" and not self.ending:
+                    self.trouble = self.trouble or detail
         else:
             self.trouble = detail or str(error)
 

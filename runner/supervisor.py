@@ -9,6 +9,7 @@ session ended while one of its processes is left.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -24,7 +25,7 @@ from boxstrap.runner.evidence import EvidenceLog, plain
 from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.pump import Pump
-from boxstrap.runner.wire import Kind, Outcome, Receipt, Request, Survivor, session_brand
+from boxstrap.runner.wire import Kind, Model, Outcome, Receipt, Request, Survivor, session_brand
 
 HEARTBEAT_S = 15.0
 TICK_S = 0.25
@@ -114,6 +115,7 @@ class Supervisor:
         if request.model is not None:
             self._gateway = GatewayProcess(request, request.model, session, task, self._log.append)
             self._selector.register(self._gateway.pump.fd, selectors.EVENT_READ, self._gateway.pump)
+            self._log.append(Kind.LOG, {"stream": "boxstrap", "text": _patience(request.model)})
             request = replace(request, model=self._gateway.model)
         launch = agent.launch(request, session, self._runtime)
         env |= launch.env
@@ -182,6 +184,8 @@ class Supervisor:
                         self._beat()
                     self._log.sync(every_s=1.0)
                     continue
+                if self._gateway is not None:
+                    self._gateway.state.ending = self._reason != "exited"
                 grace = min(LEFTOVER_GRACE_S, request.grace_s) if self._reason == "exited" else request.grace_s
                 kill_at, give_up_at = now + grace, now + grace + receipts.KILL_BOUND_S
                 self._signal_all(signal.SIGTERM)
@@ -417,6 +421,16 @@ def _why(code: int | None, number: int | None, *, oom_killed: bool) -> str:
         return memory if code else ""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"killed by {name}{'; ' if memory else ''}{memory}"
+
+
+def _patience(model: Model) -> str:
+    """Say beforehand how long a model may fail."""
+    tries = model.max_retries + 1
+    usual, most = model.failed_after_s(), model.failed_after_s(retry_after_s=math.inf)
+    return (
+        f"one try of a model call takes at most {model.timeout_s:g} s; with our own clients a call has failed for good after "
+        f"{tries} tries and at most {usual:.0f} s, or {most:.0f} s if the model asks for pauses by Retry-After"
+    )
 
 
 def _split(status: int | None) -> tuple[int | None, int | None]:

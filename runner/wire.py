@@ -22,6 +22,10 @@ TAIL_CHUNK_MAX = 1024 * 1024
 """Bytes of evidence that one `tail` answers with at most."""
 REQUEST_MAX = 16 * 1024 * 1024
 """Bytes of a request.json; the prompt is part of it."""
+FIRST_PAUSE_S, PAUSE_MAX_S, RETRY_AFTER_MAX_S = 0.5, 30.0, 120.0
+"""Seconds between two tries of one model call: the first pause, the longest, and the longest that a Retry-After may ask for."""
+PATIENCE_S = 5.0
+"""How much longer than the gateway a client of ours waits for one try: whose bound it is should say so."""
 BUDGET_CODE = "policy_budget_exhausted"
 """The `error.code` with which the gateway refuses a call beyond max_policy_calls; also the outcome's word."""
 
@@ -195,6 +199,17 @@ class Model:
     timeout_s: float = 600.0
     max_retries: int = 4
     upstream: str = "direct"
+
+    def pause_s(self, attempt: int) -> float:
+        """Seconds between try `attempt` (from 0) and the next, where the model asks for none: give or take a quarter."""
+        return min(FIRST_PAUSE_S * 2.0**attempt, PAUSE_MAX_S)
+
+    def failed_after_s(self, *, retry_after_s: float = 0.0) -> float:
+        """Seconds after which a call by a client of ours has failed for good, if each refusal asks for `retry_after_s`."""
+        tries = self.max_retries + 1
+        asked = min(retry_after_s, RETRY_AFTER_MAX_S)
+        pauses = sum(max(1.25 * self.pause_s(attempt), asked) for attempt in range(self.max_retries))
+        return tries * (self.timeout_s + PATIENCE_S) + pauses
 
 
 @dataclass(frozen=True, kw_only=True)

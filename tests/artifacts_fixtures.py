@@ -8,13 +8,14 @@ from the user's cache or built now.
 
 from __future__ import annotations
 
+import importlib
 import platform
 from pathlib import Path
 
 import pytest
 
 import boxstrap
-from boxstrap.controller import artifacts, tarball
+from boxstrap.controller import archives, artifacts, tarball
 from boxstrap.runner.layout import RuntimePaths
 
 
@@ -30,4 +31,6 @@ def runtime_tree(tmp_path_factory: pytest.TempPathFactory) -> RuntimePaths:
         tarball.unpack(archive, folder)
     Path(tree.app).mkdir()
     Path(tree.app, "boxstrap").symlink_to(Path(str(boxstrap.__file__)).parent)
+    for package in archives.VENDORED:
+        Path(tree.app, package).symlink_to(Path(str(importlib.import_module(package).__file__)).parent)
     return tree

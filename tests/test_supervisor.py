@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from polling import eventually
 
+from boxstrap.runner.layout import RuntimePaths
 from boxstrap.runner.wire import Outcome, Receipt, Request, Survivor, outcome_of, to_json
 
 CHILD = str(Path(__file__).parent / "children" / "stubborn.py")
@@ -27,23 +28,26 @@ START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from boxstrap.runner._
 
 
 class Runner:
-    """One session folder and the verbs on it, each in a process of its own as in a box."""
+    """One session folder and the verbs on it, each in a process of its own as in a box; on a runtime, or on this Python."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, runtime: RuntimePaths | None = None) -> None:
         self.folder = folder
+        self._python = [sys.executable, str(SOURCES)] if runtime is None else [runtime.python, runtime.app]
         self.started: list[subprocess.Popen[bytes]] = []
 
     def request(self, *argv: str, **fields: Any) -> Request:
         """Write a request for agent `command` and return it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         defaults: dict[str, Any] = {"deadline_s": 60.0, "grace_s": 0.3, "workdir": str(self.folder.parent), "agent": "command"}
-        request = Request(session_id=self.folder.name, prompt="p", argv=list(argv), **{**defaults, **fields})
+        defaults |= {"prompt": "p", "argv": list(argv)}
+        request = Request(session_id=self.folder.name, **{**defaults, **fields})
         (self.folder / "request.json").write_text(to_json(request))
         return request
 
     def start(self, verb: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a verb."""
-        argv = [sys.executable, "-I", "-c", START, str(SOURCES), verb, "--session", str(self.folder), *words]
+        python, sources = self._python
+        argv = [python, "-I", "-c", START, sources, verb, "--session", str(self.folder), *words]
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
         self.started.append(process)
         return process

@@ -24,11 +24,9 @@ import httpx
 from boxstrap.runner.agents.event_writer import clip
 from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, has_answer, is_too_long, is_transient, usage_of
 from boxstrap.runner.frames import PATHS
-from boxstrap.runner.wire import BUDGET_CODE, Model
+from boxstrap.runner.wire import BUDGET_CODE, PATIENCE_S, RETRY_AFTER_MAX_S, Model
 
-FIRST_DELAY_S, DELAY_MAX_S, RETRY_AFTER_MAX_S, CONNECT_MAX_S = 0.5, 30.0, 120.0, 30.0
-PATIENCE_S = 5.0
-"""How much longer than the gateway it waits for one try: whose bound it is should say so."""
+CONNECT_MAX_S = 30.0
 
 
 class ModelFailedError(BaseException):
@@ -118,7 +116,7 @@ class ModelEndpoint:
     def _pause(self, attempt: int, retry_after: float | None) -> float:
         if retry_after is not None:
             return min(retry_after, RETRY_AFTER_MAX_S)
-        return min(FIRST_DELAY_S * 2.0**attempt, DELAY_MAX_S) * self._jitter.uniform(0.75, 1.25)
+        return self._model.pause_s(attempt) * self._jitter.uniform(0.75, 1.25)
 
     async def aclose(self) -> None:
         """Close the connections."""
