@@ -116,6 +116,7 @@ class Run:
             self._tools.check(agent)
         if getattr(sys.modules.get("nooa.tracing"), "_provider", None) is not None:
             raise RuntimeError("NOOA's tracing turned itself on: prompts would leave the session")
+        nooa_entry.prepare(agent, self._request)
         return agent, endpoint
 
     async def _session(self, agent: Any, endpoint: Any) -> NoReturn:

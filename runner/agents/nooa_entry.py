@@ -66,7 +66,7 @@ def ask_of(request: Request) -> Ask:
     name = request.options.get("invocation")
     if name is None:
         prompt = prompt_of(request)
-        return lambda agent: _ask_bench_agent(agent, prompt)
+        return lambda agent: agent._solve_task(prompt)  # the harness entry turns every exception into success: false
     adapter = _load(str(name))
     if not inspect.iscoroutinefunction(adapter):
         raise TypeError(f"found {name}, which is no async function, needed one of an agent and a request")
@@ -81,6 +81,13 @@ def ask_of(request: Request) -> Ask:
         **_parameters(request),
     )
     return lambda agent: adapter(agent, asked)
+
+
+def prepare(agent: Any, request: Request) -> None:
+    """Root BenchAgent's tools in the workdir, and tell it its task; an adapter does so itself."""
+    if "invocation" not in request.options:
+        agent._install_python_tools(os.getcwd())
+        agent.problem_statement = prompt_of(request)
 
 
 def prompt_of(request: Request) -> str:
@@ -122,10 +129,3 @@ def _parameters(request: Request) -> dict[str, Any]:
     usual = {"instructions": None, "temperature": None, "top_p": None, "max_output_tokens": None}
     more = given if isinstance(given, dict) else {}
     return {**usual, **{key: value for key, value in more.items() if key not in {"input", "model", "tools"}}}
-
-
-async def _ask_bench_agent(agent: Any, prompt: str) -> object:
-    """Enter where nothing is lost: the harness entry turns every exception into success: false."""
-    agent._install_python_tools(os.getcwd())
-    agent.problem_statement = prompt
-    return await agent._solve_task(prompt)

@@ -66,11 +66,11 @@ class Recorder:
         return running
 
     def after_agent_call(self, *, exception: BaseException | None, context: _Running | None, **_: Any) -> None:
-        """It ended; what is private to the agent is no invocation, but for the one that all others are part of."""
+        """It ended; what is private to the agent is no invocation, unless it asked a model."""
         if context is None:
             return
         self._within.set(context.outer)
-        if context.data["parent_invocation_id"] is None or not str(context.data["method"]).startswith("_"):
+        if not str(context.data["method"]).startswith("_") or context.data["invocation_id"] in self._invocations.values():
             # NOOA knows of no exception but an Exception, and calls this while any other is on its way out.
             cut = isinstance(sys.exception(), BaseException) and not isinstance(sys.exception(), Exception)
             status = "failed" if exception else "interrupted" if cut else "completed"

@@ -11,7 +11,7 @@ is done in one place, model_endpoint.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from nooa.unifiedllm import (
     CompletionClient,
@@ -35,11 +35,13 @@ class _Client:
     """What both dialects share: no litellm, own token count and window, one endpoint."""
 
     endpoint: ModelEndpoint
+    names: ClassVar[Mapping[str, str]] = {}
+    """What this dialect calls a parameter that the session names as the Responses dialect does."""
 
     def __init__(self, endpoint: ModelEndpoint, options: Mapping[str, Any]) -> None:
         UnifiedLLM.__init__(self, endpoint.name)  # not super(): the stock constructors build litellm transports
         self.endpoint = endpoint
-        self._parameters = dict(options.get("model_parameters", {}))
+        self._parameters = {self.names.get(key, key): value for key, value in options.get("model_parameters", {}).items()}
         self._window: int | None = options.get("context_window")
         self._replay_reasoning = bool(options.get("replay_reasoning"))
 
@@ -106,6 +108,8 @@ class ResponsesModel(_Client, ResponsesClient):  # type: ignore[misc] # NOOA is 
 
 class ChatModel(_Client, CompletionClient):  # type: ignore[misc] # NOOA is not there to type-check
     """POST …/chat/completions."""
+
+    names: ClassVar[Mapping[str, str]] = {"max_output_tokens": "max_tokens"}
 
     async def acall(
         self, messages: list[Message], tools: list[Any] | None = None, output_model: Any = None, **more: Any
