@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import docker
-from docker.errors import NotFound
+from docker.errors import APIError, NotFound
 from docker.models.containers import Container
 
 SLEEP = ["sleep", "2147483647"]
@@ -209,7 +209,10 @@ def sweep(client: docker.DockerClient) -> None:
     """Removes what killed test runs of this host left: networks are few, and an engine runs out of them."""
     for box in client.containers.list(all=True, filters={"label": OWNER}):
         if orphaned(box.labels[OWNER]):
-            Box(box).remove()
+            with contextlib.suppress(APIError):  # another run may be sweeping it; removing a paused one takes a minute
+                if box.status == "paused":
+                    box.unpause()
+                Box(box).remove()
     for network in client.networks.list(filters={"label": OWNER}):
         if orphaned(network.attrs["Labels"][OWNER]):
             network.remove()
