@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""The host's side of relayed model calls: takes them out of the box, makes them with the host's URL and key, answers.
+"""The host's side of relayed calls: takes them out of the box, makes them with the host's URLs and keys, answers.
 
-What comes out of the box is hostile input. It chooses a path suffix out of four, a few harmless headers, and the body; the
-host, the port, the path prefix, the method and the credentials are the controller's. It refuses more calls at once, more
-bytes and more policy calls than it was told, and it never retries.
+What comes out of the box is hostile input. It chooses a path suffix out of four or a function that it was granted, a few
+harmless headers, and the body; the host, the port, the path prefix, the method and the credentials are the controller's. It
+refuses more calls at once, more bytes and more policy calls than it was told, and it never retries.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import httpx
 from boxstrap.controller import push
 from boxstrap.controller.errors import BoxstrapError, EvidenceError, SandboxLost
 from boxstrap.controller.sandbox import Conversation, Conversing, Sandbox
+from boxstrap.controller.tool_jars import ToolJars, ToolServer
 from boxstrap.runner.frames import PASSED_ON, PATHS, Frame, PolicyBudget, Type, Unpacker, pieces
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Model
@@ -37,6 +38,7 @@ CALLS_MAX = 64
 HELD_MAX = 128 * 1024 * 1024
 """Bytes of requests that one session may have in flight."""
 CONNECT_MAX_S = 30.0
+TOOL_TIMEOUT_S = 600.0
 POLL_WAIT_S = 8.0
 POLL_MARGIN_S = 30.0
 ARGV_MAX = 60 * 1024
@@ -57,8 +59,9 @@ class _Asked:
 class Caller:
     """Makes calls. `answer` takes the frames that go back."""
 
-    def __init__(self, model: Model, *, max_calls: int | None) -> None:
+    def __init__(self, model: Model, *, max_calls: int | None, tools: ToolJars | None = None) -> None:
         self._model = model
+        self._tools = tools
         self._base = model.url.rstrip("/")
         self._budget = PolicyBudget(max_calls)
         self._asked: dict[int, _Asked] = {}
@@ -70,6 +73,7 @@ class Caller:
             limits=httpx.Limits(max_connections=CALLS_MAX, max_keepalive_connections=CALLS_MAX, keepalive_expiry=4.0),
             follow_redirects=False,
         )
+        self._tools_http = httpx.AsyncClient(timeout=httpx.Timeout(TOOL_TIMEOUT_S, connect=CONNECT_MAX_S))
 
     def take(self, frame: Frame) -> None:
         """Take one frame out of the box; what makes no sense there fails that call alone."""
@@ -96,6 +100,7 @@ class Caller:
         self.drop()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._http.aclose()
+        await self._tools_http.aclose()
 
     def _begin(self, frame: Frame) -> None:
         try:
@@ -105,7 +110,8 @@ class Caller:
         except (ValueError, KeyError, TypeError):
             self._fail(frame.call, "cut", "the request's head cannot be read")
             return
-        if dialect not in PATHS or frame.call in self._asked or frame.call in self._running:
+        granted = self._tools is not None and self._tools.server_of(dialect) is not None
+        if not (dialect in PATHS or granted) or frame.call in self._asked or frame.call in self._running:
             self._fail(frame.call, "cut", f"found dialect {dialect[:40]!r}, needed a new call of {', '.join(PATHS)}")
             return
         if not 0 <= size <= REQUEST_MAX or self._held + size > HELD_MAX or len(self._asked) + len(self._running) >= CALLS_MAX:
@@ -122,7 +128,9 @@ class Caller:
         if len(asked.body) > asked.size:
             self._fail(number, "cut", "found more body than the head said")
             return
-        task = asyncio.ensure_future(self._call(number, asked))
+        server = self._tools.server_of(asked.dialect) if self._tools is not None else None
+        call = self._call(number, asked) if server is None else self._call_tool(number, asked, server)
+        task = asyncio.ensure_future(call)
         self._running[number] = task
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
@@ -159,6 +167,21 @@ class Caller:
             if not good and method == "POST":
                 self._budget.failed(key, taken[0], taken[1] + 1)
 
+    async def _call_tool(self, number: int, asked: _Asked, server: ToolServer) -> None:
+        """Call a granted function: URL, headers and cookies are the host's; the box chose its name and the arguments."""
+        try:
+            async with server.lock:
+                ask = self._tools_http.build_request("POST", server.url, content=bytes(asked.body), headers=server.headers())
+                response = await self._tools_http.send(ask, stream=True)
+                self._tools_http.cookies.clear()  # each server's jar is its own
+                server.keep(response.headers.get_list("set-cookie"))
+                await self._forward(number, response)
+        except httpx.HTTPError as error:
+            kind = "unreachable" if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else "cut"
+            self._fail(number, kind, f"{server.access.name}: {type(error).__name__}")
+        except EvidenceError as error:
+            self._fail(number, "cut", f"{server.access.name}: {error}")
+
     async def _forward(self, number: int, response: httpx.Response) -> bool:
         try:
             headers = {name: value for name, value in response.headers.items() if name not in _DROPPED}
@@ -187,11 +210,12 @@ class ModelRelay:
         model: Model,
         *,
         max_calls: int | None = None,
+        tools: ToolJars | None = None,
         user: str | int | None = None,
     ) -> None:
         self._sandbox, self._session, self._user = sandbox, session, user
         self._verb = ["sh", archive, "relay", "--session", session.path, "--controller", secrets.token_hex(8)]
-        self._caller = Caller(model, max_calls=max_calls)
+        self._caller = Caller(model, max_calls=max_calls, tools=tools)
 
     async def run(self) -> None:
         """Relay until cancelled. A channel that breaks is opened again: the agent's calls wait for it for a while."""

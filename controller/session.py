@@ -44,6 +44,7 @@ from boxstrap.controller.phases import Phases
 from boxstrap.controller.programs import Program
 from boxstrap.controller.relay import ModelRelay
 from boxstrap.controller.sandbox import Sandbox
+from boxstrap.controller.tool_jars import ToolJars
 from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_root, default_session_root
 from boxstrap.runner.wire import (
     SESSION_ID,
@@ -66,6 +67,7 @@ RELAY = "relay"
 RELAY_URL = "http://relay.invalid/v1"
 """What a box is told of its model's URL when it is the controller that calls the model."""
 RESULT = "result.json"
+JARS = "resources_cookies.json"
 ARTIFACTS = "artifacts"
 
 
@@ -127,7 +129,7 @@ class SessionSpec:
             argv=self.argv,
             options=self.options,
             max_policy_calls=self.max_policy_calls,
-            tool_accesses=self.tool_accesses,
+            tool_accesses=tools.in_the_box(self.tool_accesses) if self.upstream == RELAY else self.tool_accesses,
             input=input or [],
         )
 
@@ -202,6 +204,7 @@ class Session:
         self._box: BoxSession | None = None
         self._artifacts = 0
         self._cookies: dict[str, str] = {}
+        self._jars = ToolJars(spec.tool_accesses, spec.out / JARS) if spec.upstream == RELAY else None
         self._foreign = False
         """Whether the session in the box turned out to be another request's: closing must not stop it."""
         self.result: Result | None = None
@@ -224,7 +227,7 @@ class Session:
             workdir=spec.workdir,
             urls=[
                 *([_origin(spec.model.url)] if spec.model and spec.upstream != RELAY else []),
-                *tools.origins(spec.tool_accesses, required=True),
+                *(tools.origins(spec.tool_accesses, required=True) if spec.upstream != RELAY else []),
             ],
             loopback_ok=spec.loopback_ok or bool(getattr(self._sandbox, "shares_host_network", False)),
             interpreter=spec.interpreter,
@@ -233,8 +236,11 @@ class Session:
         )
         self._state = State.OPENING
         try:
+            if spec.upstream == RELAY:
+                await tools.probe_from_here(spec.tool_accesses, self.phases)
             self.runtime, self.installed = await push.ensure_runtime(self._sandbox, want, self.phases)
-            await tools.probe_optional(self._sandbox, self.runtime.archive, want, spec.tool_accesses, self.phases)
+            if spec.upstream != RELAY:
+                await tools.probe_optional(self._sandbox, self.runtime.archive, want, spec.tool_accesses, self.phases)
             self._state = State.OPEN
         finally:
             if self._state is State.OPENING:
@@ -327,7 +333,10 @@ class Session:
             receipt = None
         self.collector.end(receipt)
         accesses, jar = self.spec.tool_accesses, self.paths.resources_cookies
-        self._cookies = await tools.final_cookies(self._sandbox, jar, accesses, user=self.spec.user) if accesses else {}
+        if self._jars is not None:
+            self._cookies = self._jars.cookies()
+        elif accesses:
+            self._cookies = await tools.final_cookies(self._sandbox, jar, accesses, user=self.spec.user)
         self._artifacts = await fetch_artifacts(self._sandbox, self.paths.artifacts, self.spec.out / ARTIFACTS, self.collector)
         if receipt is None:
             return self._conclude(Outcome.SANDBOX_LOST, "the supervisor is gone and left no receipt of this session", None)
@@ -352,7 +361,10 @@ class Session:
             yield
             return
         relay = ModelRelay(
-            *(self._sandbox, self.paths, self.runtime.archive, spec.model), max_calls=spec.max_policy_calls, user=spec.user
+            *(self._sandbox, self.paths, self.runtime.archive, spec.model),
+            max_calls=spec.max_policy_calls,
+            user=spec.user,
+            tools=self._jars,
         )
         running = asyncio.create_task(relay.run())
         try:

@@ -8,14 +8,16 @@ own. It refuses a grant that the agent could not use, before anything is install
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from boxstrap.controller import push
-from boxstrap.controller.errors import EvidenceError, SandboxLost, UsageError
+from boxstrap.controller.errors import EvidenceError, SandboxLost, SetupFailed, UsageError
 from boxstrap.controller.phases import Phases
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.runner.wire import ToolAccess
@@ -23,6 +25,7 @@ from boxstrap.runner.wire import ToolAccess
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 COOKIES_MAX = 64 * 1024
 """Bytes of cookies that a session may bring back."""
+PROBE_S = 10.0
 AGENTS = {"nooa"}
 """Agents that can be given functions."""
 
@@ -110,6 +113,31 @@ async def probe_optional(
         for problem in report.checks if report else []:
             if problem.code.startswith("url-") and problem.status == "fail":
                 phases.note(f"an optional tool server cannot be reached: {problem.found}")
+
+
+def in_the_box(accesses: Sequence[ToolAccess]) -> list[ToolAccess]:
+    """Return what a box is told of servers that the controller calls for it: their functions, and neither place nor secrets."""
+    return [replace(access, base_url=f"http://{access.name}.invalid", headers={}, cookies={}) for access in accesses]
+
+
+async def probe_from_here(accesses: Sequence[ToolAccess], phases: Phases) -> None:
+    """Say which servers this host cannot reach, when it is to call them for the box.
+
+    Raises:
+        SetupFailed: a required one.
+    """
+    for access in accesses:
+        parts = urlsplit(access.base_url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        try:
+            async with asyncio.timeout(PROBE_S):
+                _, writer = await asyncio.open_connection(parts.hostname, port)
+            writer.close()
+        except OSError as error:  # a timeout is one
+            text = f"The tool server {access.name} ({parts.hostname} port {port}) cannot be reached from this host: {error}."
+            if access.required:
+                raise SetupFailed(text, remedy="Start it, or do not require it.", code="url-unreachable") from error
+            phases.note(text)
 
 
 async def final_cookies(

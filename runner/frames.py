@@ -4,7 +4,7 @@
 
 A frame is a length, a type, a call's number, and bytes. A call is REQUEST and BODY frames one way, and HEAD, DATA and END (or
 FAIL) the other; CANCEL takes it back. Imported on both sides, standard library only. It refuses to carry a URL: what the
-controller calls is its own affair, and a request names no more than one of PATHS.
+controller calls is its own affair, and a request names no more than one of PATHS, or a function that the session was granted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages", "models": "/models"}
 """What follows the model's base URL, by dialect; "models" is the list of models (GET), and no call."""
+TOOL = "tool:"
+"""How the `dialect` of a granted function begins; the access's name, a slash and the function's name follow."""
 PASSED_ON = ("content-type", "accept", "anthropic-version", "anthropic-beta", "openai-beta")
 """The agent's headers that a relayed request has; all others are the controller's."""
 PIECE_MAX = 256 * 1024

@@ -15,18 +15,18 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from typing import NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import h11
 
 from boxstrap.runner.cache_control import without_cache_control
 from boxstrap.runner.calls import Account, Calls, EventPipe, Refusal
 from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, Answer, dialect_of
-from boxstrap.runner.frames import PATHS
+from boxstrap.runner.frames import PATHS, TOOL
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.relay import Relay
 from boxstrap.runner.upstream import KINDS, Ask, Direct, Headers, Upstream, UpstreamError, end_to_end
-from boxstrap.runner.wire import BUDGET_CODE, Model
+from boxstrap.runner.wire import BUDGET_CODE, TOOL_FAILED, TOOLS_PATH, Model
 
 REQUEST_MAX = 32 * 1024 * 1024
 RESPONSE_MAX = 64 * 1024 * 1024
@@ -36,6 +36,7 @@ _READ = 128 * 1024
 FLUSH_BOUND_S = 3.0
 _OWN = INVOCATION_HEADER.encode()
 _DROPPED = frozenset((b"host", b"content-length", b"accept-encoding", b"cookie", b"expect", _OWN))
+_JSON = (b"content-type", b"application/json")
 
 
 class _ClientGone(Exception):
@@ -49,6 +50,7 @@ class Gateway:
         self._timeout_s = model.timeout_s
         self._base = urlsplit(model.url).path.rstrip("/")
         self._upstream = upstream
+        self._direct = model.upstream != "relay"
         self._calls = Calls(events, max_calls=max_calls)
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -71,6 +73,10 @@ class Gateway:
         """Answer one request of a client."""
         method, target = request.method.decode("ascii"), request.target.decode("latin-1")
         path = target.partition("?")[0]
+        if path.startswith(TOOLS_PATH) and method == "POST":
+            tool = TOOL + unquote(path.removeprefix(TOOLS_PATH))
+            await self._call_tool(Ask(method=method, path=path, dialect=tool, headers=[_JSON], body=body), client)
+            return
         dialect = dialect_of(method, path, self._base)
         if dialect is None:
             known = ", ".join(f"{'GET' if name == 'models' else 'POST'} …/v1{suffix}" for name, suffix in PATHS.items())
@@ -98,6 +104,21 @@ class Gateway:
             if client.answered:
                 raise _ClientGone  # a head is out: all that is left is to break off as the model did
             raise Refusal(KINDS[account.error], f"model_{account.error}", account.detail)
+
+    async def _call_tool(self, ask: Ask, client: _Connection) -> None:
+        """Have the controller call a granted function. The driver tells of it; here it is no model call."""
+        if self._direct:
+            raise Refusal(404, "not_found", "functions of other servers are called directly in this session")
+        try:
+            async with self._upstream.send(ask) as reply:
+                client.head(reply.status, reply.headers)
+                async for chunk in reply.chunks:
+                    await client.send(h11.Data(data=chunk))
+                await client.send(h11.EndOfMessage())
+        except UpstreamError as error:
+            if client.answered:
+                raise _ClientGone from error
+            raise Refusal(KINDS[error.kind], TOOL_FAILED, str(error)) from error
 
     async def _forward(self, ask: Ask, account: Account, client: _Connection) -> None:
         async with self._upstream.send(ask) as reply:

@@ -26,6 +26,10 @@ FIRST_PAUSE_S, PAUSE_MAX_S, RETRY_AFTER_MAX_S = 0.5, 30.0, 120.0
 """Seconds between two tries of one model call: the first pause, the longest, and the longest that a Retry-After may ask for."""
 PATIENCE_S = 5.0
 """How much longer than the gateway a client of ours waits for one try: whose bound it is should say so."""
+TOOLS_PATH = "/_boxstrap/tools/"
+"""Below it, where the controller relays, the gateway takes calls of granted functions: <access's name>/<function's name>."""
+TOOL_FAILED = "resource_unreachable"
+"""The `error.code` with which the gateway says that a granted function's server gave no answer."""
 BUDGET_CODE = "policy_budget_exhausted"
 """The `error.code` with which the gateway refuses a call beyond max_policy_calls; also the outcome's word."""
 

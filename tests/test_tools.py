@@ -18,10 +18,11 @@ from shapes import Validate, validate
 
 from boxstrap.controller import tools
 from boxstrap.controller.convert import story_in, to_observations
-from boxstrap.controller.errors import PreflightError, UsageError
+from boxstrap.controller.errors import PreflightError, SetupFailed, UsageError
 from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import SessionSpec, open_session
+from boxstrap.controller.tool_jars import ToolJars
 from boxstrap.runner.wire import Model, Outcome, ToolAccess, request_from, to_json
 
 __all__ = ["runtime_tree", "validate"]
@@ -104,30 +105,40 @@ async def test_cookies_that_are_none_are_not_believed(tmp_path: Path, left: str)
 
 
 @pytest.mark.container
+@pytest.mark.parametrize("upstream", ["direct", "relay"])
 async def test_stateful_server_is_used_from_a_box_that_reaches_nothing_else(
-    container: Containers, internal_network: InternalNetwork, tmp_path: Path, validate: Validate
+    container: Containers, internal_network: InternalNetwork, tmp_path: Path, validate: Validate, upstream: str
 ) -> None:
-    """The whole way: probe, install, the real BenchAgent's calls with their parents, the last cookies, and the conversion."""
+    """The whole way: probe, install, the real BenchAgent's calls with their parents, the last cookies, and the conversion.
+
+    With relay the box has no network at all, and neither the servers' places nor their cookies and headers enter it.
+    """
     make_sample_repo(tmp_path / "bills")
-    box = container("task", network=internal_network.name)
+    box = container("task", network=internal_network.name if upstream == "direct" else "none")
     box.put(tmp_path / "bills", "/work/bills")
+    host = internal_network.host if upstream == "direct" else "127.0.0.1"
     notes: list[str] = []
-    with ScriptedModel(bind=internal_network.host, strict=True) as model, CounterServer(bind=internal_network.host) as counter:
-        optional = ToolAccess(name="absent", base_url=f"http://{internal_network.host}:9/x", required=False)
+    with ScriptedModel(bind=host, strict=True) as model, CounterServer(bind=host) as counter:
+        optional = ToolAccess(name="absent", base_url=f"http://{host}:9/x", required=False)
         spec = SessionSpec(
             session_id="count",
             agent="nooa",
             workdir="/work/bills",
             out=tmp_path / "out",
             model=Model(url=model.url, name="count"),
+            upstream=upstream,
             tool_accesses=[counter.access(), optional],
         )
         async with open_session(DockerSandbox(box.id), spec, on_note=notes.append) as session:
             result = await session.invoke(spec.request(PROMPT))
+        place = counter.url
     assert (result.outcome, result.gaps) == (Outcome.COMPLETED, [])
-    assert any("optional tool server cannot be reached" in note for note in notes)
-    assert counter.counters == {"seeded": 8}
+    assert any("cannot be reached" in note for note in notes)
+    assert (counter.counters, counter.overlaps) == ({"seeded": 8}, 0)
+    assert {(call["grant"], call["cookies"]["session"]) for call in counter.calls} == {("g", "seeded")}
     assert result.resources_cookies == {"session": "seeded", "seen": "6"}
+    told = (tmp_path / "out" / "request.json").read_text() + result.evidence.read_text()
+    assert (place in told, "seeded" in told) == ((True, True) if upstream == "direct" else (False, False))
     story = story_in(tmp_path / "out")
     served = [use for use in story.tools if use.id.startswith("resource-")]
     cell = next(use for use in story.tools if use.name == "execute_python" and use.by_model)
@@ -136,6 +147,68 @@ async def test_stateful_server_is_used_from_a_box_that_reaches_nothing_else(
     kinds = validate("observations", to_observations(story))["kinds"]
     assert kinds.count("ToolCallObservation") == len(story.tools) == 8 + 3
     assert box.check("ls -A /tmp") == ""
+
+
+@pytest.mark.parametrize("upstream", ["direct", "relay"])
+async def test_server_that_is_lost_while_the_agent_runs_fails_the_session(tmp_path: Path, upstream: str) -> None:
+    """It was there when the session was opened; then nobody answers, and no reward can come of that."""
+    make_sample_repo(tmp_path / "bills")
+    with ScriptedModel(strict=True) as model, CounterServer() as counter:
+        spec = SessionSpec(
+            session_id=f"lost-{upstream}",
+            agent="nooa",
+            workdir=str(tmp_path / "bills"),
+            out=tmp_path / "out",
+            model=Model(url=model.url, name="count-on"),
+            upstream=upstream,
+            tool_accesses=[counter.access()],
+            loopback_ok=True,
+        )
+        async with open_session(LocalSandbox(tmp_path / "box"), spec) as session:
+            counter.close()
+            result = await session.invoke(spec.request(PROMPT))
+    assert (result.outcome, result.gradable, result.outcome.retryable) == (Outcome.RESOURCE_FAILED, False, True)
+    assert "counter.direct_http" in result.detail
+    assert result.resources_cookies == {"session": "seeded"}
+    assert len(model.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["tool:h/other", "tool:h/", "tool:other/increment", "tool:h/increment/..", "tool:../h/increment", ""]
+)
+def test_box_can_name_no_function_that_was_not_granted(tmp_path: Path, name: str) -> None:
+    jars = ToolJars([ToolAccess(name="h", base_url="http://x/y", tools=TOOLS)], tmp_path / "jars")
+    assert jars.server_of(name) is None
+    server = jars.server_of("tool:h/increment")
+    assert server is not None
+    assert server.url == "http://x/y/increment"
+
+
+def test_jars_outlive_their_controller(tmp_path: Path) -> None:
+    """A controller that attaches again goes on with the cookies that the servers gave."""
+    accesses = [ToolAccess(name="h", base_url="http://x", cookies={"a": "1", "b": "2"}, tools=TOOLS)]
+    server = ToolJars(accesses, tmp_path / "jars").server_of("tool:h/read")
+    assert server is not None
+    server.keep(["a=new; Path=/; HttpOnly", "b=; Max-Age=0", "c=3"])
+    again = ToolJars(accesses, tmp_path / "jars")
+    assert again.cookies() == {"a": "new", "c": "3"}
+    assert (tmp_path / "jars").stat().st_mode & 0o777 == 0o600
+
+
+async def test_required_server_that_the_host_cannot_reach_fails_the_open(tmp_path: Path) -> None:
+    """With relay it is the host that calls."""
+    spec = SessionSpec(
+        session_id="s",
+        agent="nooa",
+        workdir="/",
+        out=tmp_path / "out",
+        upstream="relay",
+        tool_accesses=[ToolAccess(name="absent", base_url="http://127.0.0.1:9/x", tools=TOOLS)],
+    )
+    with pytest.raises(SetupFailed, match=r"absent.*cannot be reached"):
+        async with open_session(LocalSandbox(tmp_path / "box"), spec):
+            pass
+    assert list((tmp_path / "box").rglob("*.pyz")) == []
 
 
 @pytest.mark.container

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from boxstrap.runner.agents import driver, nooa_entry
 from boxstrap.runner.agents.event_writer import EventWriter, clip
@@ -107,6 +108,7 @@ class Run:
                 self._events,
                 parents=self._recorder.parents,
                 jar=self._jar,
+                gateway="{0.scheme}://{0.netloc}".format(urlsplit(model.url)) if model.upstream == "relay" else "",
                 fail=self._on_resource_failure,
             )
             agent_class = self._tools.extend(agent_class)

@@ -27,7 +27,7 @@ import httpx
 from jsonschema import Draft202012Validator, SchemaError
 
 from boxstrap.runner.agents.event_writer import EventWriter, clip
-from boxstrap.runner.wire import Kind, ToolAccess
+from boxstrap.runner.wire import TOOL_FAILED, TOOLS_PATH, Kind, ToolAccess
 
 CONNECT_S, ANSWER_S = 30.0, 600.0
 CONNECT_TRIES, CONNECT_PAUSE_S = 3, 0.5
@@ -48,11 +48,12 @@ class _UnreachableError(Exception):
 class Server:
     """One granted server: its jar, its lock, its connections."""
 
-    def __init__(self, access: ToolAccess) -> None:
+    def __init__(self, access: ToolAccess, gateway: str) -> None:
         self.access = access
+        self._relayed = bool(gateway)
         self.cookies = dict(access.cookies)
         self.lock = asyncio.Lock()
-        self._base = access.base_url.rstrip("/")
+        self._base = f"{gateway}{TOOLS_PATH}{access.name}" if gateway else access.base_url.rstrip("/")
         self._http = httpx.AsyncClient(
             verify=ssl.create_default_context(cafile=certifi.where()) if self._base.startswith("https") else False,
             trust_env=False,  # the task's proxies and .netrc are the task's
@@ -83,9 +84,13 @@ class Server:
         self._http.cookies.clear()  # the jar is ours: one for a server, whatever its domain
         self._keep(response.headers.get_list("set-cookie"))
         try:
-            return response.status_code, json.loads(response.content)
+            answer = json.loads(response.content)
         except ValueError:
             return response.status_code, response.content.decode("utf-8", "replace")
+        told = answer.get("error") if self._relayed and isinstance(answer, dict) else None
+        if isinstance(told, dict) and told.get("code") == TOOL_FAILED:
+            raise _UnreachableError(str(told.get("message")))
+        return response.status_code, answer
 
     def _keep(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -154,6 +159,7 @@ class ResourceTools:
         events: where each call is told.
         parents: says in whose invocation and cell the calling context is.
         jar: the file that holds the servers' cookies, for the controller.
+        gateway: where the session's gateway listens, when the controller makes the calls.
         fail: called once when a required server failed for good, to end the session.
     """
 
@@ -164,11 +170,12 @@ class ResourceTools:
         *,
         parents: Callable[[], Mapping[str, object]],
         jar: str,
+        gateway: str,
         fail: Callable[[], None],
     ) -> None:
         self.failure: ResourceFailedError | None = None
         self._events, self._parents, self._jar, self._fail = events, parents, jar, fail
-        self._servers = [Server(access) for access in accesses]
+        self._servers = [Server(access, gateway) for access in accesses]
         self.functions = [Function(server, tool) for server in self._servers for tool in _tools_of(server.access)]
 
     def extend(self, agent_class: Any) -> Any:
