@@ -163,10 +163,10 @@ class Account:
             found["request"] = _as_json(self.ask.body, parsed=bool(self._request))
         if self.response_bytes:
             answer = self._answer
-            if answer is not None and answer.streaming and "output" in answer.reply:
-                found["response"] = json.dumps(answer.reply).encode()  # other streams end without the whole answer
+            if answer is not None and (answer.compressed or answer.streaming) and _is_whole(answer):
+                found["response"] = json.dumps(answer.reply).encode()
             else:
-                whole = answer is not None and bool(answer.reply) and not answer.streaming
+                whole = answer is not None and bool(answer.reply) and not answer.streaming and not answer.compressed
                 found["response"] = _as_json(bytes(self._kept), parsed=whole and len(self._kept) == self.response_bytes)
         return found
 
@@ -206,6 +206,11 @@ class Calls:
             self._budget.failed(f"{account.ask.dialect} {account.digest}", account.seq, account.attempt + 1)
         told = account.told()
         self._events.emit(Kind.MODEL_CALL, told, **({} if self._events.crowded else account.payloads()))
+
+
+def _is_whole(answer: Answer) -> bool:
+    """Whether the reply that was read along is all of the answer: most streams end without it."""
+    return bool(answer.reply) and (not answer.streaming or "output" in answer.reply)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class Answer:
         self._finished = False
         self._failed = False
         self._unzip = zlib.decompressobj(wbits=47) if encoding in {"gzip", "deflate"} else None
+        self.compressed = encoding not in {"", "identity"}
         self._opaque = encoding not in {"", "identity", "gzip", "deflate"}
 
     def feed(self, data: bytes) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
@@ -182,7 +183,11 @@ class _Connection:
             while await self._one():
                 self._http.start_next_cycle()
                 self.answered = False
-        except (_ClientGone, OSError, h11.ProtocolError):
+        except (_ClientGone, OSError):
+            self._writer.transport.abort()
+        except Exception:  # noqa: BLE001
+            # Broad on purpose: what goes wrong with one client is not the others' affair; supervisor.log gets the traceback.
+            sys.excepthook(*sys.exc_info())
             self._writer.transport.abort()
         finally:
             self._writer.close()

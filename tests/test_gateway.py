@@ -316,7 +316,7 @@ def test_http_1_0_expectations_and_keep_alive(gateway: Open) -> None:
             client.sendall(b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 100 ")
             client.sendall(b"{}")
-            assert client.recv(10).startswith(b"HTTP/1.1 200")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
         with httpx.Client(trust_env=False) as many:
             assert [many.post(session.url + "/responses", content=b"{}").status_code for _ in range(5)] == [200] * 5
         assert len(model.requests) == 7
