@@ -8,9 +8,8 @@ A preset is a bash snippet that leaves a box of another kind as it is. It refuse
 from __future__ import annotations
 
 PRESETS = {
-    # SWE-bench's images run their tests in the conda env `testbed`. conda's own scripts are older than `set -eu`'s friends.
+    # SWE-bench's images run their tests in the conda env `testbed`.
     "swe-bench": """\
-set +eu
 for conda in /opt/miniconda3 /opt/conda; do
     [ -d "$conda/envs/testbed" ] || continue
     if [ -f "$conda/etc/profile.d/conda.sh" ]; then

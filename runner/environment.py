@@ -23,6 +23,8 @@ EVENTS_FD = "BOXSTRAP_EVENTS_FD"
 MODEL_URL = "BOXSTRAP_MODEL_URL"
 """Where an agent finds the gateway: the model's URL, with loopback in place of its host."""
 ACTIVATION_BOUND_S = 60.0
+# Profiles are written for neither -e nor -u, which a box may export in SHELLOPTS; what they print is no variable.
+_CAPTURE = "set +eu\nexec 3>&1 >&2\n{}\nexec env -0 >&3 3>&-"
 
 TOOLCHAINS = {
     "CARGO_HOME": ".cargo",
@@ -87,7 +89,7 @@ def task_environment(environ: Mapping[str, str], activation: str = "") -> dict[s
         return task
     try:
         done = subprocess.run(
-            ["bash", "--norc", "--noprofile", "-c", f"exec 3>&1 >&2\n{activation}\nexec env -0 >&3 3>&-"],
+            ["bash", "--norc", "--noprofile", "-c", _CAPTURE.format(activation)],
             env=task,
             stdin=subprocess.DEVNULL,
             capture_output=True,

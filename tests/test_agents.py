@@ -51,7 +51,7 @@ CASES = (
     Case("crash", "crash", Outcome.AGENT_FAILED),
     Case("deadline", "sleep", Outcome.DEADLINE_EXCEEDED, deadline_s=DEADLINE_S),
     Case("model refuses", "fix-bug", Outcome.MODEL_FAILED, fault="401"),
-    Case("model fails", "fix-bug", Outcome.MODEL_FAILED, fault="500", deadline_s=DEADLINE_S),
+    Case("model fails", "fix-bug", Outcome.MODEL_FAILED, fault="500", deadline_s=30.0),
     Case("budget", "chatter:9", Outcome.POLICY_BUDGET_EXHAUSTED, max_policy_calls=2),
 )
 
@@ -158,5 +158,5 @@ def problems(box: Box, agent: str, case: Case, result: Result, events: list[Even
         yield f"calls {called}, results {answered}"
     if case.name == "success" and agent != "command" and len(called) < 3:
         yield f"only {len(called)} tool calls are in the evidence"
-    if not any(event.kind == Kind.MODEL_CALL for event in events):
+    if case.name != "deadline" and not any(event.kind == Kind.MODEL_CALL for event in events):
         yield "no model call is in the evidence"
