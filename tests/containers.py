@@ -127,8 +127,15 @@ class Box:
 
     def remove(self) -> None:
         """Removes the box, whatever state it is in; one that is gone is fine."""
-        with contextlib.suppress(NotFound):
+        with contextlib.suppress(APIError):  # else the engine may wait for minutes for frozen processes to die
+            self.container.unpause()
+        try:
             self.container.remove(force=True, v=True)
+        except NotFound:
+            return
+        except APIError as error:
+            if error.status_code != 409:  # somebody else removes it at this moment
+                raise
 
 
 class Containers:

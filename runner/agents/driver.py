@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a driver starts: a module of ours that runs an agent's Python packages, in the published interpreter.
 
-`launch` is the supervisor's end; the driver's main() calls `run`, or `begin` and does the rest itself. It refuses to let the
+`start` is the supervisor's end; the driver's main() calls `run`, or `begin` and does the rest itself. It refuses to let the
 workdir, the task's PYTHON* variables or anything but the payload decide what is imported.
 """
 
@@ -22,13 +22,13 @@ from boxstrap.runner.layout import RuntimePaths
 from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Outcome, Request, request_from
 
 
-def launch(request: Request, runtime: RuntimePaths, module: str) -> Launch:
+def start(request: Request, runtime: RuntimePaths, module: str) -> Launch:
     """Start `main()` of a module: -I keeps PYTHON* and the workdir out of it, -B keeps it from writing into the runtime.
 
     It reports through the event pipe; its stdout is chatter of libraries, kept in agent.out.
     """
-    start = f"import sys; sys.path += sys.argv[1:]; del sys.argv[1:]; from {module} import main; main()"
-    argv = [runtime.python, "-I", "-B", "-c", start, runtime.site, runtime.app]
+    code = f"import sys; sys.path += sys.argv[1:]; del sys.argv[1:]; from {module} import main; main()"
+    argv = [runtime.python, "-I", "-B", "-c", code, runtime.site, runtime.app]
     return Launch(argv=argv, env={MODEL_URL: request.model.url} if request.model else {}, interpreter=True)
 
 

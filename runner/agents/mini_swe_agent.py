@@ -29,7 +29,7 @@ def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> La
     """Start main() below in the published interpreter."""
     del session
     options_of(request, **TERMS)
-    return driver.launch(request, runtime, __name__)
+    return driver.start(request, runtime, __name__)
 
 
 def main() -> NoReturn:

@@ -40,7 +40,7 @@ def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> La
     """
     del session
     check(request)
-    return driver.launch(request, runtime, "boxstrap.runner.agents.nooa_driver")
+    return driver.start(request, runtime, "boxstrap.runner.agents.nooa_driver")
 
 
 def check(request: Request) -> None:

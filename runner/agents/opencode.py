@@ -75,7 +75,7 @@ class Events:
         """Turn one event into evidence."""
         event = json_lines.read(line)
         part = event.get("part")
-        kind, part = event.get("type"), part if isinstance(part, dict) else {}
+        kind, part = str(event.get("type")), part if isinstance(part, dict) else {}
         text = json_lines.text_of(part.get("text", ""))
         if kind == "text":
             return [json_lines.message(text)] if text.strip() else []

@@ -84,8 +84,8 @@ class Events:
     def feed(self, line: bytes) -> list[Event]:
         """Turn one event into evidence."""
         event = json_lines.read(line)
-        kind = event.get("type") or ("error" if "error" in event else "")
-        text = json_lines.text_of(event.get("message" if kind == "assistantMessage" else str(kind), ""))
+        kind = str(event.get("type") or ("error" if "error" in event else ""))
+        text = json_lines.text_of(event.get("message" if kind == "assistantMessage" else kind, ""))
         if kind == "reasoning":
             self._thought = text
             return [json_lines.reasoning(text)]
