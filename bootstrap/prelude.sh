@@ -817,12 +817,12 @@ sweep() {
     done
 }
 
-# sum_of FILE: print its sha256.
+# sum_of FILE: print its sha256. Without words: where LD_PRELOAD names what is missing, every program begins with some.
 sum_of() { bx_line=$(sha256sum <"$1") && printf '%s' "${bx_line%% *}"; }
 
 # check_digest: the runtime's name is made of the digests of all that was pushed, this archive included.
 check_digest() {
-    bx_archive_sum=$(sum_of "$bx_archive" 2>&1)
+    bx_archive_sum=$(sum_of "$bx_archive" 2>/dev/null)
     bx_line=$(printf '%s\n' boxstrap-runtime-1 "$bx_interpreter_sum" "${bx_payload_sum:--}" "$bx_arch" "$bx_archive_sum" |
         sha256sum)
     [ "${bx_line%% *}" = "$bx_digest" ] || corrupt "$bx_archive with what it installs" "${bx_line%% *}" "$bx_digest"
@@ -838,7 +838,7 @@ stage() {
         sum_of "$bx_payload" 2>/dev/null >"$bx_stage/payload.sha256" 9>&- &
         bx_summing=$!
     fi
-    bx_sum=$(sum_of "$bx_interpreter" 2>&1)
+    bx_sum=$(sum_of "$bx_interpreter" 2>/dev/null)
     [ "$bx_sum" = "$bx_interpreter_sum" ] || corrupt "$bx_interpreter" "$bx_sum" "$bx_interpreter_sum"
     step unpack
     bx_text=$({ gzip -dc <"$bx_interpreter" | { step untar && TAR_OPTIONS='' tar -xof - -C "$bx_stage/python"; }; } 2>&1) ||

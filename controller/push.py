@@ -124,6 +124,8 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
     pushed = remote[archive.path]
     try:
         with phases.step("push archive"):
+            if want.user is not None:  # uploads are made by the sandbox's own user: the folders have to be this one's
+                await run(sandbox, f"mkdir -p {shlex.quote(folder)}", user=want.user)
             await foreign(sandbox.upload(archive.path, pushed))
         with phases.step("check"):
             _raise_refusal(

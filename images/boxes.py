@@ -27,6 +27,8 @@ class Box:
     """Making it needs the network, so that it is worth an archive in the cache."""
     optional: bool = False
     """Its absence is no failure unless it was asked for by name."""
+    platform: str | None = None
+    """Of another architecture than the machine's."""
 
     @property
     def tag(self) -> str:
@@ -73,7 +75,17 @@ BOXES = {
         Box("python-alpine:3.12", "python-alpine", "python:3.12-alpine", script=("alpine/from_wheel.py", "5"), kept=True),
         Box("busybox", "busybox", "boxstrap/debian:12", kept=True),
         Box("noshell", "noshell", "boxstrap/busybox"),
+        Box(
+            "debian-arm64:12",
+            "plain",
+            "debian:12-slim",
+            script=("debian/arm64.py", "bookworm"),
+            kept=True,
+            optional=True,
+            platform="linux/arm64",
+        ),
         Box("task", "task", "boxstrap/debian:12", kept=True),
+        Box("toolchains", "toolchains", "boxstrap/task", kept=True),
         Box("task13", "task", "boxstrap/debian:13", kept=True),
         Box("nonroot", "nonroot", "boxstrap/debian:12"),
         Box("uid1234", "uid1234", "boxstrap/debian:12"),

@@ -131,7 +131,7 @@ class Store:
         refusal = self.registry_refusal
         if not refusal:
             try:
-                self.client.images.pull(reference)
+                self.client.images.pull(reference, platform=box.platform)
                 return reference
             except APIError as error:
                 refusal = str(error.explanation or error)

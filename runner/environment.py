@@ -35,16 +35,52 @@ TOOLCHAINS = {
     "SDKMAN_DIR": ".sdkman",
     "GRADLE_USER_HOME": ".gradle",
     "GOPATH": "go",
+    "GOCACHE": ".cache/go-build",
+    "GOENV": ".config/go/env",
     "VOLTA_HOME": ".volta",
     "BUN_INSTALL": ".bun",
+    "DENO_DIR": ".cache/deno",
     "OPAMROOT": ".opam",
     "PYTHONUSERBASE": ".local",
+    "WORKON_HOME": ".local/share/virtualenvs",
+    "POETRY_CACHE_DIR": ".cache/pypoetry",
+    "UV_CACHE_DIR": ".cache/uv",
+    "UV_PYTHON_INSTALL_DIR": ".local/share/uv/python",
+    "PIP_CACHE_DIR": ".cache/pip",
     "NPM_CONFIG_USERCONFIG": ".npmrc",
     "NPM_CONFIG_CACHE": ".npm",
+    "PNPM_HOME": ".local/share/pnpm",
+    "YARN_CACHE_FOLDER": ".cache/yarn",
+    "PLAYWRIGHT_BROWSERS_PATH": ".cache/ms-playwright",
+    "GOENV_ROOT": ".goenv",
+    "NODENV_ROOT": ".nodenv",
+    "ASDF_DATA_DIR": ".asdf",
+    "MISE_DATA_DIR": ".local/share/mise",
+    "BUNDLE_USER_HOME": ".bundle",
+    "COMPOSER_HOME": ".composer",
+    "NUGET_PACKAGES": ".nuget/packages",
+    "JULIA_DEPOT_PATH": ".julia",
+    "STACK_ROOT": ".stack",
+    "CABAL_DIR": ".cabal",
+    "MIX_HOME": ".mix",
+    "HEX_HOME": ".hex",
+    "PUB_CACHE": ".pub-cache",
+    "COURSIER_CACHE": ".cache/coursier",
+    "HF_HOME": ".cache/huggingface",
+    "TORCH_HOME": ".cache/torch",
+    "NLTK_DATA": "nltk_data",
 }
-"""Toolchains that live in the real HOME, by the variable that pins each to its old place."""
-LINKED = (".m2", ".condarc", ".Rprofile")
-"""The same for what has no variable of its own: a link in the session's HOME."""
+"""Toolchains and their stores that live in the real HOME, by the variable that pins each to its old place."""
+LINKED = {
+    **{name: name for name in (".m2", ".ivy2", ".sbt", ".lein", ".condarc", ".conda", ".gem", ".gemrc", ".Rprofile", ".jenv")},
+    ".local/share/gem": ".data/gem",
+    ".config/pip": ".config/pip",
+    ".pip": ".pip",
+    ".config/uv": ".config/uv",
+    ".config/composer": ".config/composer",
+    ".config/matplotlib": ".config/matplotlib",
+}
+"""The same for what has no variable of its own: a link in the session's HOME, below the XDG folders there are there."""
 
 
 def initial() -> dict[str, str]:
@@ -139,8 +175,8 @@ def prepare_home(task: Mapping[str, str], request: Request, session: SessionPath
     lines += [f"[safe]\n\tdirectory = {_git_quoted(folder)}\n" for folder in _workdir_names(request.workdir)]
     with open(os.path.join(session.home, ".gitconfig"), "w", encoding="utf-8", errors="surrogateescape") as file:
         file.writelines(lines)
-    for name in LINKED:
-        old, new = os.path.join(real_home, name), os.path.join(session.home, name)
+    for name, link in LINKED.items():
+        old, new = os.path.join(real_home, name), os.path.join(session.home, link)
         if os.path.exists(old) and not os.path.lexists(new):
             os.symlink(old, new)
 

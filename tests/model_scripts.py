@@ -164,9 +164,19 @@ def count(_: int) -> list[Turn]:
     return [Turn(python=_COUNT), DONE]
 
 
+def count_fast(calls: int) -> list[Turn]:
+    """Call a granted function one time after the other (100 unless told otherwise)."""
+    return [Turn(python=f"for _ in range({calls or 100}):\n    await self.increment()"), DONE]
+
+
 def count_on(_: int) -> list[Turn]:
     """Call a granted function and go on whatever comes of it, for ever."""
     return [Turn(python=_STUBBORN)]
+
+
+def save_env(_: int) -> list[Turn]:
+    """Write what the agent's shell was given into a file, byte for byte."""
+    return [Turn(shell="env -0 >/tmp/agent-env"), DONE]
 
 
 def crash(_: int) -> list[Turn]:
@@ -187,7 +197,9 @@ SCRIPTS: dict[str, Callable[[int], list[Turn]]] = {
     "flood": flood,
     "look-around": look_around,
     "count": count,
+    "count-fast": count_fast,
     "count-on": count_on,
+    "save-env": save_env,
     "crash": crash,
 }
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from boxes import BOXES, Box
 from containers import Containers, InternalNetwork
 from docker.client import DockerClient
 from polling import eventually
@@ -211,10 +212,15 @@ def test_eventually_waits_for_truth_and_says_what_it_saw_last() -> None:
 def test_absent_image_skips_by_name_or_fails_where_required(
     image: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that must cover containers cannot pass by leaving them out."""
+    """A run that must cover containers cannot pass by leaving them out; what no registry may have is left out by name."""
+    for name, optional in (("no-such-box", False), ("no-such-luxury", True)):
+        monkeypatch.setitem(BOXES, name, Box(name, "plain", "none", optional=optional))
     monkeypatch.delenv("BOXSTRAP_CONTAINERS", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="boxstrap/no-such-box is absent"):
-        image("no-such-box")
+    for name in ("no-such-box", "no-such-luxury"):
+        with pytest.raises(pytest.skip.Exception, match=f"boxstrap/{name} is absent"):
+            image(name)
     monkeypatch.setenv("BOXSTRAP_CONTAINERS", "required")
     with pytest.raises(pytest.fail.Exception, match="required, and the image boxstrap/no-such-box"):
         image("no-such-box")
+    with pytest.raises(pytest.skip.Exception, match="optional image boxstrap/no-such-luxury is absent"):
+        image("no-such-luxury")

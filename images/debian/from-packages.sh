@@ -2,12 +2,18 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# from-packages.sh CODENAME OUT.tar: a Debian root file system like debian:*-slim, from the mirror that this machine's apt uses.
+# from-packages.sh CODENAME OUT.tar [ARCHITECTURE]: a Debian root file system like debian:*-slim, from the mirror that this
+# machine's apt uses. For another architecture the essential packages, and a Python for the tests to pack, are
+# unpacked only: configuring takes minutes under emulation.
 # The mirror is asked of apt at run time and written down nowhere but in the image's own sources.list, as apt there needs it.
 
 set -eu
 codename=$1
 out=$2
+case ${3-} in
+    '') set -- --variant=minbase ;;
+    *) set -- "--architectures=$3" --variant=extract '--include=?essential,python3.11' ;;
+esac
 
 die() { printf '%s\n' "from-packages.sh: $*" >&2; exit 1; }
 
@@ -22,7 +28,7 @@ mirror=$(apt-get indextargets --format '$(ORIGIN) $(LABEL) $(REPO_URI)' 'Created
 
 # The hook merges /usr where the suite wants it; without it bookworm pulls usrmerge and all of perl.
 # shellcheck disable=SC2016 # the dollar is the hook's
-exec mmdebstrap --quiet --variant=minbase \
+exec mmdebstrap --quiet "$@" \
     --hook-dir=/usr/share/mmdebstrap/hooks/maybe-merged-usr \
     --dpkgopt=force-unsafe-io \
     --dpkgopt='path-exclude=/usr/share/man/*' \
