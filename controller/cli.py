@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from boxstrap.controller import artifacts, payloads, programs
+from boxstrap.controller import artifacts, payloads, programs, tools
 from boxstrap.controller.activation import PRESETS
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, UsageError
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--option", action="append", default=[], metavar="NAME=JSON", help="an option of the agent: see its module"
     )
+    run.add_argument("--tools", type=Path, metavar="FILE", help="JSON: a list of tool servers (wire.ToolAccess) to grant")
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="added to the agent's environment")
     run.add_argument("--user", help="run as this user of the box")
     run.add_argument("--network", help="with --image: the container's network")
@@ -172,6 +173,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         env=_pairs(options.env),
         argv=options.argv,
         options=_agent_options(options.option),
+        tool_accesses=tools.read_accesses(options.tools) if options.tools else [],
     )
 
 

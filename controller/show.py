@@ -66,8 +66,8 @@ def _told(event: Event) -> str | None:
             return printable(f"{data.get('status')} in {data.get('seconds')} s, {data.get('dialect', '')} {tokens or ''}")
         case Kind.PYTHON_EXECUTION:
             return printable(data.get("code", ""))
-        case Kind.TOOL_CALL:
-            return printable(f"{data.get('tool_name', data.get('name'))} {data.get('arguments', '')}")
+        case Kind.TOOL_CALL | Kind.RESOURCE_CALL:
+            return printable(f"{data.get('tool_name', data.get('name'))} {data.get('arguments', '')} {data.get('status', '')}")
         case Kind.TOOL_RESULT:
             return printable(data.get("output", data.get("result", "")))
         case Kind.MESSAGE | Kind.REASONING | Kind.LOG:

@@ -14,7 +14,10 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
 
 from boxstrap.controller import push
 from boxstrap.controller.errors import EvidenceError, SandboxLost, SetupFailed, UsageError
@@ -26,6 +29,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 COOKIES_MAX = 64 * 1024
 """Bytes of cookies that a session may bring back."""
 PROBE_S = 10.0
+_ACCESSES = TypeAdapter(list[ToolAccess])
 AGENTS = {"nooa"}
 """Agents that can be given functions."""
 
@@ -60,6 +64,18 @@ def accesses_of(grants: Iterable[Mapping[str, object]], tools: Sequence[Mapping[
         raise UsageError(f"A tool access lacks what it needs: {error}.", remedy="Give it a name and a base_url.") from error
     check(made)
     return made
+
+
+def read_accesses(path: Path) -> list[ToolAccess]:
+    """Read a file that holds a JSON list of accesses.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    try:
+        return _ACCESSES.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UsageError(f"{path}: {error}, needed a JSON list of tool accesses.", remedy="See runner/wire.py.") from error
 
 
 def check(accesses: Sequence[ToolAccess], *, agent: str = "nooa") -> None:

@@ -37,9 +37,13 @@ TOOLS: list[dict[str, object]] = [
 
 @dataclass
 class CounterServer:
-    """The server, started by `with`. `counters` is what each cookie's session has; `calls` what came, in order."""
+    """The server, started by `with`; a call takes `takes_s` seconds.
+
+    `counters` is what each cookie's session has; `calls` what came, in order.
+    """
 
     bind: str = "127.0.0.1"
+    takes_s: float = 0.02
     counters: dict[str, int] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     overlaps: int = 0
@@ -79,6 +83,7 @@ class CounterServer:
 class _Handler(BaseHTTPRequestHandler):
     served: CounterServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
         """Serve one function."""
@@ -90,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.served.overlaps += 1
             return self._answer(409, {"error": "two calls at once"})
         try:
-            time.sleep(0.02)  # long enough for a second call to come, were it sent
+            time.sleep(self.served.takes_s)  # long enough for a second call to come, were it sent
             return self._serve(name, json.loads(raw), jar)
         finally:
             self.served._at_once.release()

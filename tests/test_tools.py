@@ -67,6 +67,16 @@ def test_grant_that_cannot_work_is_refused(grants: list[dict[str, Any]], offered
         tools.accesses_of(grants, offered)
 
 
+def test_accesses_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([{"name": "h", "base_url": "http://x", "tools": TOOLS}]))
+    assert tools.read_accesses(file) == [ToolAccess(name="h", base_url="http://x", tools=TOOLS)]
+    for wrong in ("{}", "[1]", '[{"name": "h"}]', '[{"name": "h", "base_url": "x", "typo": 1}]'):
+        file.write_text(wrong)
+        with pytest.raises(UsageError, match="needed a JSON list"):
+            tools.read_accesses(file)
+
+
 def test_optional_grant_of_another_kind_is_left_out() -> None:
     assert [access.name for access in tools.accesses_of([{**MCP, "required": False}, HTTP], TOOLS)] == ["h"]
 
