@@ -202,4 +202,4 @@ class Answer:
 
 
 def _count(value: object) -> int:
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value else 0  # noqa: PLR0124
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

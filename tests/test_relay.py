@@ -10,61 +10,28 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from containers import Box, Containers
+from plain_sandbox import Plain
 from polling import eventually
 from sample_repo import PROMPT, make_sample_repo
 from scripted_model import Fault, ScriptedModel
 
 from boxstrap.controller.collect import read_events
 from boxstrap.controller.relay import CALLS_MAX, REQUEST_MAX, Caller
-from boxstrap.controller.sandbox import ExecResult, Sandbox
+from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import Result, SessionSpec, open_session
 from boxstrap.runner.frames import FRAME_MAX, Frame, Type, Unpacker, pieces
-from boxstrap.runner.layout import default_runtime_root, default_session_root
 from boxstrap.runner.wire import Event, Model, Outcome
 
 KEY = "sk-canary-7f3a91c2d4e5"
 ASK = str(Path(__file__).parent / "children" / "ask_model.py")
-
-
-class Plain:
-    """A sandbox with the protocol's three calls and nothing more."""
-
-    def __init__(self, inner: Sandbox) -> None:
-        self._inner = inner
-
-    def roots(self, agent: str) -> tuple[str, str]:
-        """Give the inner one's, where it has some."""
-        roots = getattr(self._inner, "roots", None)
-        return roots(agent) if roots else (default_runtime_root(agent), default_session_root(agent))
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 180,
-        user: str | int | None = None,
-    ) -> ExecResult:
-        """Pass on."""
-        return await self._inner.exec(command, cwd=cwd, env=env, timeout_s=timeout_s, user=user)
-
-    async def upload(self, local_path: str | os.PathLike[str], remote_path: str) -> None:
-        """Pass on."""
-        await self._inner.upload(local_path, remote_path)
-
-    async def download(self, remote_path: str, local_path: str | os.PathLike[str]) -> None:
-        """Pass on."""
-        await self._inner.download(remote_path, local_path)
 
 
 def spec(tmp_path: Path, url: str, **fields: Any) -> SessionSpec:

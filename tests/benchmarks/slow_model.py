@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""A model server for benchmarks: answers each POST with the same JSON after a fixed time, on one event loop, and thinks of nothing.
+"""A model server for benchmarks: answers each POST with the same JSON after a fixed time, and thinks of nothing.
 
 python tests/benchmarks/slow_model.py SECONDS [BIND]     prints its URL as its first line
 """
