@@ -9,7 +9,6 @@ before it counts as read. It refuses to lose the rest because one line is bad: t
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import re
@@ -82,7 +81,7 @@ class Collector:
         try:
             tail = _TAIL.validate_json(reply)
             data = base64.b64decode(tail.chunk, validate=True)
-        except (ValidationError, binascii.Error) as error:
+        except ValueError as error:  # pydantic's and base64's are both such
             raise EvidenceError(
                 "The sandbox answered `tail` with something else.",
                 remedy=f"Look at what runs there: {str(error)[:200]!r}.",

@@ -116,8 +116,11 @@ def state_of(session: SessionPaths) -> str:
 
     A live supervisor outranks any receipt, and so does its parent, which is about to judge it: the agent can write one.
     """
-    if not claim_of(session):
+    claim = claim_of(session)
+    if not claim:
         return "absent"
+    if claim == STOPPED_CLAIM:
+        return "ended"
     if supervisor_alive(session) or watchdog_alive(session):
         return "running"
     if os.path.lexists(session.receipt):

@@ -82,13 +82,16 @@ async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Pa
                 result = await session.invoke(wanted.request("p"))
             return result.outcome
 
-        def cancel(n: int, command: str, point: int = point) -> None:
+        tasks: list[asyncio.Task[Outcome]] = []
+
+        def cancel(n: int, command: str, point: int = point, tasks: list[asyncio.Task[Outcome]] = tasks) -> None:
             del command
             if n in {point, point + 2}:
-                asyncio.get_running_loop().call_later(0.02 * (point % 3), task.cancel)
+                asyncio.get_running_loop().call_later(0.02 * (point % 3), tasks[0].cancel)
 
         sandbox = Meddling(box, cancel)
         task = asyncio.create_task(whole(sandbox))
+        tasks.append(task)
         try:
             outcome = await asyncio.wait_for(asyncio.shield(task), 90)
             completed = sandbox.calls < point
@@ -181,8 +184,7 @@ async def test_conflict_leaves_the_other_ones_session_alone(tmp_path: Path) -> N
     second = spec(tmp_path, "true", session_id=first.session_id, out=tmp_path / "second")
     async with open_session(LocalSandbox(box), first) as running:
         invoked = asyncio.create_task(running.invoke(first.request("p")))
-        while running.collector.events < 2:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(eventually, lambda: running.collector.events >= 2)
         with pytest.raises(SessionConflict):
             async with open_session(LocalSandbox(box), second) as session:
                 await session.invoke(second.request("q"))
