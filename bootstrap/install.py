@@ -144,7 +144,7 @@ def _smoke(plan: Plan) -> Failure | None:
     """Import the modules in a fresh process, as a run will; start the programs."""
     stage = plan.stage
     modules = [name for name in plan.smoke if "/" not in name]
-    runs = [[stage.python, "-I", "-B", "-X", "utf8", "-c", _SMOKE, stage.site, stage.app, *modules, "boxstrap.runner.__main__"]]
+    runs = [[stage.python, "-I", "-B", "-X", "utf8", "-c", _SMOKE, stage.site, stage.app, *modules, "boxstrap.runner.verbs"]]
     runs += [[f"{stage.site}/{name}", "--version"] for name in plan.smoke if "/" in name]
     home = f"{stage.path}/smoke"
     os.mkdir(home, mode=0o700)

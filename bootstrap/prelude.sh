@@ -113,7 +113,9 @@ help() {
         tail) set -- 'print evidence from a byte offset on' '--session DIR [--from N] [--wait SECONDS] [--json]' ;;
         status) set -- 'say where a session stands' '--session DIR [--json]' ;;
         stop) set -- 'stop a session and print its receipt' '--session DIR [--wait SECONDS] [--remove] [--json]' ;;
-        shell) set -- "open a shell in the agent's exact environment" '--session DIR' ;;
+        relay) set -- "join the controller's exec to the session's model gateway" \
+            '--session DIR --controller ID [--poll [--ack N] [--wait SECONDS] [--batch N] [--answers BASE64|@FILE]]' ;;
+        shell) set -- "open a shell in the agent's exact environment and workdir" '--session DIR [-- COMMAND…]' ;;
         env) set -- "print the agent's exact environment" '--session DIR [--json]' ;;
         *)
             printf '%s\n' 'usage: sh boxstrap.pyz VERB [OPTION]…' '' \
