@@ -26,6 +26,10 @@ main() {
             setup
             exec .venv/bin/python images/build.py "$@"
             ;;
+        soak)
+            setup
+            PYTHONPATH=tests exec .venv/bin/python tests/soak.py "$@"
+            ;;
         engine) exec sh images/engine.sh ;;
         test | lint | bench | lock)
             setup
@@ -51,6 +55,7 @@ usage() {
   engine   make sure that a Docker engine answers (as root on Debian: install and start one)
   images   make the boxes that the container tests need
   bench    run the benchmarks; names choose among tests/benchmarks
+  soak     kill everything at random and count what is lost and left: --kills N [--seed N]
   setup    only make .venv from requirements/dev.txt
   lock     write requirements/dev.txt anew from pyproject.toml (--upgrade: newest versions)
   help     this text

@@ -223,6 +223,8 @@ INSIDE = {
     "daemon": GOOD,
     "tail": GOOD,
 }
+BOX_WIDE = {"pythons"}
+"""What is done for one session and meets all that run in its box."""
 OUTSIDE = ("cut", "pause", "docker-restart", "docker-kill")
 
 
@@ -254,6 +256,9 @@ class Soak:
             await asyncio.sleep(delay)
             await self.kill(what, plan, pause_s)
         results = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
+        if any(plan.killed & BOX_WIDE for plan in plans):
+            for plan in plans:
+                plan.killed |= BOX_WIDE
         for plan in plans:
             await self.reckon(plan, results[plan.name], lost_by_box=lost_by_box)
         self.count_left(number)
