@@ -273,6 +273,25 @@ def test_mute_agent_is_told_from_its_models_replies(validate: Validate) -> None:
     validate("atif", to_atif(story))
 
 
+def test_opaque_agent_whose_calls_are_the_models_keeps_the_models_items(validate: Validate) -> None:
+    """What it tells of itself is the same reply again, so token ids are kept; a reply that it does not tell of is left out."""
+    ids = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
+    call = {"type": "function_call", "id": "f", "call_id": "c", "name": "shell", "arguments": "{}", **ids}
+    title = [{"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "A title"}]}]
+    told = to_responses(
+        story_of(
+            events_of(
+                (Kind.MODEL_CALL, {"seq": 1, "status": 200, "error": None, "response": {"output": title}}),
+                (Kind.TOOL_CALL, {"tool_call_id": "c", "tool_name": "shell", "arguments": {}}),
+                (Kind.MODEL_CALL, {"seq": 2, "status": 200, "error": None, "response": {"output": [call]}}),
+                (Kind.TOOL_RESULT, {"tool_call_id": "c", "tool_name": "shell", "output": "x", "status": "completed"}),
+            )
+        )
+    )
+    kinds = validate("responses", told)["kinds"]
+    assert kinds == ["NeMoGymResponseFunctionToolCallForTraining", "NeMoGymResponseFunctionCallOutput"]
+
+
 def test_model_call_that_is_told_late_stands_before_what_came_of_it() -> None:
     """The gateway's pipe is not the agent's: its account of a call may come after the call's tool has begun."""
     call = {"type": "function_call", "id": "f", "call_id": "c", "name": "shell", "arguments": "{}"}

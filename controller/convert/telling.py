@@ -47,6 +47,8 @@ class _Teller:
         self._told: set[tuple[str, str]] = set()
         # An agent that tells nothing itself is known by its model's replies alone.
         self._mute = not any(event.kind in {Kind.MESSAGE, Kind.TOOL_CALL, Kind.REASONING} for event in events)
+        self._said = {text(event.data.get("text")).strip() for event in events if event.kind == Kind.MESSAGE}
+        self._called = {text(event.data.get("tool_call_id")) for event in events if event.kind == Kind.TOOL_CALL}
 
     def tell(self) -> Story:
         handlers: dict[str, Callable[[float, Json], None]] = {
@@ -124,9 +126,16 @@ class _Teller:
             request=mapping(data.get("request")),
         )
         self._story.entries.append(call)
-        if not call.error and (self._mute or call.invocation):
-            for item in replies.items_of(mapping(data.get("response")), key=f"{call.seq:04d}"):
+        items = [] if call.error else replies.items_of(mapping(data.get("response")), key=f"{call.seq:04d}")
+        if self._mute or call.invocation or all(map(self._is_told, items)):
+            for item in items:
                 self._item(call, item)
+
+    def _is_told(self, item: Json) -> bool:
+        """Tell whether the agent tells of the same: only then do its words and the model's belong together."""
+        if item["type"] == "function_call":
+            return text(item["call_id"]) in self._called
+        return item["type"] == "reasoning" or replies.text_of(item).strip() in self._said
 
     def _item(self, call: ModelCall, item: Json) -> None:
         """Take one output item of a whole reply, in the form that the Responses dialect has."""
@@ -139,16 +148,16 @@ class _Teller:
             self._story.entries.append(Thought(at=call.at, invocation=owner, text=said, item=item))
         else:
             self._story.entries.append(Message(at=call.at, invocation=owner, role="assistant", text=said, item=item))
-        self._told.add((str(kind), said))
+        self._told.add((str(kind), said.strip()))
 
     def _reasoning(self, at: float, data: Json) -> None:
         said = text(data.get("text"))
-        if ("reasoning", said) not in self._told:
+        if ("reasoning", said.strip()) not in self._told:
             self._story.entries.append(Thought(at=at, invocation=_owner(data), text=said))
 
     def _message(self, at: float, data: Json) -> None:
         said, final = text(data.get("text")), data.get("final") is True
-        if final or ("message", said) not in self._told:
+        if final or ("message", said.strip()) not in self._told:
             role = text(data.get("role"), "assistant")
             self._story.entries.append(Message(at=at, invocation=_owner(data), role=role, text=said, final=final))
 
@@ -214,7 +223,7 @@ def _in_order(events: list[Event]) -> list[Event]:
         if event.kind == Kind.MODEL_CALL:
             items = replies.items_of(mapping(event.data.get("response")), key="")
             ids = {item.get("call_id") for item in items} - {None}
-            told = {(item["type"], replies.text_of(item)) for item in items if item["type"] != "function_call"}
+            told = {(item["type"], replies.text_of(item).strip()) for item in items if item["type"] != "function_call"}
             early = (at for at in range(after, place) if _comes_of(ordered[at], ids, told))
             place = next(early, place)
             after = place + 1
@@ -225,4 +234,4 @@ def _in_order(events: list[Event]) -> list[Event]:
 def _comes_of(event: Event, ids: set[object], told: set[tuple[object, str]]) -> bool:
     if event.kind == Kind.TOOL_CALL:
         return text(event.data.get("tool_call_id")) in ids
-    return event.kind in {Kind.MESSAGE, Kind.REASONING} and (event.kind, text(event.data.get("text"))) in told
+    return event.kind in {Kind.MESSAGE, Kind.REASONING} and (event.kind, text(event.data.get("text")).strip()) in told
