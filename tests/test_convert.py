@@ -24,6 +24,7 @@ from boxstrap.controller.collect import read_events
 from boxstrap.controller.convert import TARGETS, Story, story_in, story_of, to_atif, to_observations, to_responses
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import SessionSpec, open_session
+from boxstrap.runner.evidence import EvidenceLog
 from boxstrap.runner.wire import Event, Kind, Model, Outcome
 
 __all__ = ["runtime_tree", "validate"]
@@ -290,6 +291,21 @@ def test_opaque_agent_whose_calls_are_the_models_keeps_the_models_items(validate
     )
     kinds = validate("responses", told)["kinds"]
     assert kinds == ["NeMoGymResponseFunctionToolCallForTraining", "NeMoGymResponseFunctionCallOutput"]
+
+
+def test_payload_that_was_too_long_for_its_line_is_part_of_the_story(tmp_path: Path) -> None:
+    """It lies beside the evidence, by digest; one that is not there leaves the small fields."""
+    log = EvidenceLog(str(tmp_path / "evidence.ndjson"), str(tmp_path / "artifacts"))
+    content = [{"type": "output_text", "text": "long " * 100_000}]
+    reply = {"output": [{"type": "message", "id": "m", "role": "assistant", "content": content}]}
+    log.append(Kind.MODEL_CALL, {"seq": 1, "model": "m", "status": 200, "error": None, "response": reply})
+    log.close()
+    told: Any = to_responses(story_in(tmp_path))
+    (item,) = told["output"]
+    assert item["content"] == content
+    next((tmp_path / "artifacts").iterdir()).unlink()
+    assert to_responses(story_in(tmp_path))["output"] == []
+    assert story_in(tmp_path).model == "m"
 
 
 def test_model_call_that_is_told_late_stands_before_what_came_of_it() -> None:

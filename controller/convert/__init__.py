@@ -11,7 +11,9 @@ Everything in them is agent-reported, and each says so. It refuses to import any
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from boxstrap.controller.collect import read_events
@@ -22,6 +24,7 @@ from boxstrap.controller.convert.responses import to_responses
 from boxstrap.controller.convert.story import PROVENANCE, Story
 from boxstrap.controller.convert.telling import story_of
 from boxstrap.controller.errors import UsageError
+from boxstrap.runner.wire import Event
 
 __all__ = ["PROVENANCE", "TARGETS", "Story", "story_in", "story_of", "to_atif", "to_observations", "to_responses"]
 
@@ -41,12 +44,21 @@ def story_in(folder: Path) -> Story:
     evidence = folder / "evidence.ndjson"
     if not evidence.is_file():
         raise UsageError(f"Found no evidence.ndjson in {folder}.", remedy="Give the folder that --out named.")
-    return story_of(read_events(evidence), request=_plain(folder / "request.json"), result=_plain(folder / "result.json"))
+    events = (_whole(event, folder / "artifacts") for event in read_events(evidence))
+    return story_of(events, request=_plain(folder / "request.json"), result=_plain(folder / "result.json"))
+
+
+def _whole(event: Event, artifacts: Path) -> Event:
+    """Return an event with the payload that was too long for its line, where the host has fetched it."""
+    digest = event.data.get("artifact")
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
+        return event
+    return replace(event, data={**event.data, **_plain(artifacts / digest)})
 
 
 def _plain(path: Path) -> Json:
-    """Read a file that this host wrote; one that is not there, or not whole, says nothing."""
+    """Read a file of JSON; one that is not there, or not whole, says nothing."""
     try:
         return mapping(json.loads(path.read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
