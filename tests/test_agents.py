@@ -21,6 +21,7 @@ from scripted_model import Fault, ScriptedModel
 
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.collect import read_events
+from boxstrap.controller.convert import story_of, to_responses
 from boxstrap.controller.programs import Program
 from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.session import Result, SessionSpec, open_session
@@ -158,5 +159,20 @@ def problems(box: Box, agent: str, case: Case, result: Result, events: list[Even
         yield f"calls {called}, results {answered}"
     if case.name == "success" and agent != "command" and len(called) < 3:
         yield f"only {len(called)} tool calls are in the evidence"
+    yield from problems_of_items(case, events, called)
     if case.name != "deadline" and not any(event.kind == Kind.MODEL_CALL for event in events):
         yield "no model call is in the evidence"
+
+
+def problems_of_items(case: Case, events: list[Event], called: list[object]) -> Iterator[str]:
+    """Convert the evidence to Responses items, and say what is missing: each call with its output, after it."""
+    items = to_responses(story_of(events))["output"]
+    assert isinstance(items, list)
+    calls = [item["call_id"] for item in items if item["type"] == "function_call"]
+    outputs = [item["call_id"] for item in items if item["type"] == "function_call_output"]
+    if sorted(set(map(str, called)) - set(calls)):
+        yield f"calls {called} are not all among the items' {calls}"
+    if case.name == "success" and (len(calls) < 3 or len(set(calls)) != len(calls) or set(outputs) - set(calls)):
+        yield f"items have the calls {calls} and the outputs {outputs}"
+    if case.name == "gave up" and not any(item["type"] == "message" for item in items):
+        yield f"no message is among the items: {items}"
