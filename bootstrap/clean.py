@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""Removes what is ours: published runtimes, stages, locks, and the folders of sessions that have ended.
+"""Removes what is ours: published runtimes, stages, locks, leftovers of a push, and the folders of sessions that have ended.
 
-It refuses while a session or an installation is running, and it touches nothing that it does not know by name and contents.
+A session without a receipt is asked for its state by the runner, which reaps for a supervisor that is dead. It refuses while a
+session or an installation is running, and it touches nothing that it does not know by name and contents.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 from boxstrap.runner.layout import DIGEST_CHARS, LOCK, STAGE, SessionPaths
@@ -23,6 +27,10 @@ _RUNTIME, _STAGE, _LOCK = (
     re.compile(text) for text in (_DIGEST, rf"{re.escape(STAGE)}{_DIGEST}-\d+", re.escape(LOCK) + _DIGEST)
 )
 _SESSION = re.compile(SESSION_ID)
+_PUSH = re.compile(r"\.push-[0-9a-f]{16}")
+ABANDONED_S = 900.0
+"""After this long without a change, what a controller has begun and not used is its no more."""
+FINISH_WITHIN_S = 60.0
 _AGAIN = "Stop it, or wait for its end, and try again."
 
 
@@ -37,7 +45,17 @@ def clean(runtime_root: str, session_root: str) -> list[str] | Failure:
                 message=f"found session {session.path} running under pid {pid}, needed none to run.",
                 remedy=_AGAIN,
             )
-    ended = [session.path for session in sessions if os.path.isfile(session.receipt)]
+    ended = []
+    for session in sessions:
+        state = "ended" if os.path.isfile(session.receipt) else _state(session)
+        if state == "running":
+            return Failure(
+                code=Code.SESSION_CONFLICT,
+                message=f"found session {session.path} at work or about to start, needed none to be.",
+                remedy=_AGAIN,
+            )
+        ended += [session.path] if state else []
+    ended += [f"{session_root}/{name}" for name in _folders(session_root) if _is_old_push(session_root, name)]
     with contextlib.ExitStack() as held:
         locks = [f"{runtime_root}/{name}" for name in _names(runtime_root) if _LOCK.fullmatch(name)]
         for path in locks:
@@ -58,6 +76,32 @@ def clean(runtime_root: str, session_root: str) -> list[str] | Failure:
         with contextlib.suppress(OSError):
             os.rmdir(root)
     return ended + trees + locks
+
+
+def _state(session: SessionPaths) -> str:
+    """Have the runner finish a session whose supervisor is gone; `ended`, `running`, or nothing when it is none of ours."""
+    if not os.path.isfile(session.request):
+        return ""
+    if not os.path.lexists(session.claim):
+        # Nobody started it. Its controller may be about to, unless it has had its time.
+        return "ended" if time.time() - os.lstat(session.path).st_mtime > ABANDONED_S else "running"
+    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); from boxstrap.runner.__main__ import main; sys.exit(main())"
+    verb = "stop" if _is_stopped(session) else "status"
+    argv = [sys.executable, "-I", "-X", "utf8", "-c", start, sys.path[0], verb, "--session", session.path, "--json"]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=FINISH_WITHIN_S, check=False)
+    try:
+        said = json.loads(done.stdout)["data"]
+        return "ended" if said["state"] in {"ended", "stopped"} and not said.get("processes") else "running"
+    except (ValueError, KeyError, TypeError):
+        return "running"  # what cannot be asked is not removed
+
+
+def _is_stopped(session: SessionPaths) -> bool:
+    return os.path.islink(session.claim) and os.readlink(session.claim) == "stopped"
+
+
+def _is_old_push(root: str, name: str) -> bool:
+    return bool(_PUSH.fullmatch(name)) and time.time() - os.lstat(f"{root}/{name}").st_mtime > ABANDONED_S
 
 
 def _is_ours(root: str, name: str) -> bool:

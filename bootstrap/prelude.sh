@@ -15,7 +15,7 @@ main() {
 '
     bx_json='' bx_help='' bx_marks='' bx_stage='' bx_summing='' bx_ground='' bx_lock_made='' bx_probe=''
     for bx_value do
-        case $bx_value in --json) bx_json=1 ;; --help | -h) bx_help=1 ;; esac
+        case $bx_value in --json) bx_json=1 ;; --help | -h) bx_help=1 ;; --) break ;; esac
     done
     bx_verb=${1-help}
     is_archive "$0" || usage "\$0 is '$0', which is not this archive as a file; save it and run: sh /path/to/boxstrap.pyz"
@@ -103,6 +103,7 @@ first_line() {
 help() {
     bx_where='--agent NAME --runtime-root DIR --session-root DIR'
     bx_wants='--workdir DIR --glibc-floor X.Y --need-mib N --url URL… --loopback-ok'
+    bx_statuses='Exit status: 0 done, 64 usage, 69 the box says no, 70 our bug, 73 install failed, 75 try again.'
     case $1 in
         check) set -- 'look at the box and say what is wrong; changes nothing' "[--json] $bx_where $bx_wants" ;;
         install) set -- 'publish a runtime under the runtime root, once' "[--json] $bx_where $bx_wants
@@ -121,11 +122,15 @@ help() {
             printf '%s\n' 'usage: sh boxstrap.pyz VERB [OPTION]…' '' \
                 'before the agent:  check install clean' 'with a session:    run tail status stop shell env' '' \
                 'sh boxstrap.pyz VERB --help tells the options of a verb.' \
-                'Exit status: 0 done, 64 usage, 69 the box says no, 70 our bug, 73 install failed, 75 try again.'
+                "$bx_statuses"
             return 0
             ;;
     esac
     printf 'usage: sh boxstrap.pyz %s %s\n\n%s\n' "$bx_verb" "$2" "$1"
+    [ "$bx_verb" != run ] || printf '%s\n' 'With --wait it exits with the outcome: 0 completed, 1 gave_up,' \
+        '2 policy_budget_exhausted, 3 deadline_exceeded, 4 agent_failed, 5 model_failed, 6 resource_failed, 7 setup_failed,' \
+        '8 sandbox_lost, 9 cancelled.'
+    printf '%s\n' "$bx_statuses"
 }
 
 parse() {
@@ -655,9 +660,10 @@ clean() {
 
 # The verbs of a session are the runner's; only what says where its runtime is stays here.
 to_runner() {
-    bx_root='' bx_agent='' bx_count=$#
+    bx_root='' bx_agent='' bx_count=$# bx_line=
     while [ "$bx_count" -gt 0 ]; do
-        case $1 in
+        [ "$1" != -- ] || bx_line=--
+        case $bx_line$1 in
             --runtime-root | --agent)
                 [ "$bx_count" -gt 1 ] || usage "$1 needs a value"
                 case $1 in --agent) bx_agent=$2 ;; *) bx_root=${2%/} ;; esac

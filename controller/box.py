@@ -205,14 +205,14 @@ class BoxSession:
         """
         return await self._insist(["stop"], bound_s=bound_s)
 
-    async def remove(self, *, bound_s: float) -> None:
-        """Stop it again, prove that nothing is left, and remove its folder.
+    async def remove(self, *, bound_s: float, keep: bool = False) -> None:
+        """Stop it again, prove that nothing is left, and remove its folder, or keep that for whoever wants to look.
 
         Raises:
             CleanupUnconfirmed: processes of the session are left; the folder stays for the next try.
             SandboxLost: the sandbox is gone.
         """
-        answer = await self._insist(["stop", "--remove"], bound_s=bound_s)
+        answer = await self._insist(["stop", *([] if keep else ["--remove"])], bound_s=bound_s)
         failure = answer.failure
         if failure is not None and failure.code != Code.SESSION_MISSING:
             raise CleanupUnconfirmed(failure.message, remedy=failure.remedy or "Close again.")

@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="added to the agent's environment")
     run.add_argument("--user", help="run as this user of the box")
     run.add_argument("--network", help="with --image: the container's network")
+    run.add_argument("--keep", action="store_true", help="leave the session's folder in the box: README, Why did it fail?")
     run.add_argument("--loopback-ok", action="store_true", help="a loopback model URL means the box's own")
     run.add_argument("--allow-credentials", action="store_true", help="the box may have what looks like a provider's key")
     run.add_argument("argv", nargs="*", help="agent command: the program and its arguments, after --")
@@ -166,6 +167,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         interpreter=options.interpreter,
         program=_program(options),
         budgets=budgets,
+        keep=options.keep,
         loopback_ok=options.loopback_ok,
         allow_credentials=options.allow_credentials,
         user=options.user,

@@ -90,7 +90,7 @@ class SessionSpec:
     `out` is the host's folder for this session; the same `session_id` and `out` attach after a restart. `loopback_ok`
     says that the box shares the network in which a loopback URL is meant. `allow_credentials` lets a request carry what
     looks like a provider's key. `program` says which program is meant where the agent is one. `activation` is a
-    preset of activation.py or a bash snippet.
+    preset of activation.py or a bash snippet. `keep` leaves the session's folder in the box for whoever wants to look.
     """
 
     session_id: str
@@ -108,6 +108,7 @@ class SessionSpec:
     loopback_ok: bool = False
     allow_credentials: bool = False
     user: str | int | None = None
+    keep: bool = False
     activation: str = ""
     env: dict[str, str] = field(default_factory=dict)
     argv: list[str] = field(default_factory=list)
@@ -301,7 +302,7 @@ class Session:
                 with contextlib.suppress(SandboxLost) if lost else contextlib.nullcontext():
                     if lost:
                         await self._collect_rest(box, stop_s)
-                    await box.remove(bound_s=stop_s)
+                    await box.remove(bound_s=stop_s, keep=self.spec.keep)
         self._state = State.CLOSED
         self.collector.close()
 

@@ -23,6 +23,8 @@ EVENTS_FD = "BOXSTRAP_EVENTS_FD"
 MODEL_URL = "BOXSTRAP_MODEL_URL"
 """Where an agent finds the gateway: the model's URL, with loopback in place of its host."""
 ACTIVATION_BOUND_S = 60.0
+SAVED_MAX = 16 * 1024 * 1024
+"""Bytes of a saved environment that are read: the agent may have written the file."""
 # Profiles are written for neither -e nor -u, which a box may export in SHELLOPTS; what they print is no variable.
 _CAPTURE = "set +eu\nexec 3>&1 >&2\n{}\nexec env -0 >&3 3>&-"
 
@@ -93,8 +95,7 @@ def initial() -> dict[str, str]:
             raw = file.read()
     except OSError:
         return dict(os.environ)
-    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return _parsed(raw)
 
 
 def restore_task_variables(environ: MutableMapping[str, str]) -> None:
@@ -136,9 +137,11 @@ def task_environment(environ: Mapping[str, str], activation: str = "") -> dict[s
         raise ValueError(f"the activation snippet did not end well: {error}") from error
     if done.returncode != 0:
         raise ValueError(f"the activation snippet exited {done.returncode}: {done.stderr[-400:].decode(errors='replace')}")
-    pairs = (entry.partition(b"=") for entry in done.stdout.split(b"\0") if b"=" in entry)
-    activated = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-    return {name: value for name, value in activated.items() if name not in {"_", "SHLVL", "PWD", "OLDPWD"} or name in task}
+    return {
+        name: value
+        for name, value in _parsed(done.stdout).items()
+        if name not in {"_", "SHLVL", "PWD", "OLDPWD"} or name in task
+    }
 
 
 def agent_environment(task: Mapping[str, str], request: Request, session: SessionPaths) -> dict[str, str]:
@@ -163,6 +166,31 @@ def agent_environment(task: Mapping[str, str], request: Request, session: Sessio
     env.update(request.env)
     env[MARKER] = request.session_id
     return env
+
+
+def save(session: SessionPaths, env: Mapping[str, str]) -> None:
+    """Keep the agent's environment for the verbs `env` and `shell`, as the kernel keeps one: entries that end in NUL.
+
+    Raises:
+        OSError: the session's folder cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(session.agent_env, flags, 0o600), "wb") as file:
+        file.write(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items()))
+
+
+def saved(session: SessionPaths) -> dict[str, str] | None:
+    """Return the environment that the agent was started with, or None when it was not started yet."""
+    try:
+        with open(os.open(session.agent_env, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            return _parsed(file.read(SAVED_MAX))
+    except OSError:
+        return None
+
+
+def _parsed(raw: bytes) -> dict[str, str]:
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
 def prepare_home(task: Mapping[str, str], request: Request, session: SessionPaths) -> None:

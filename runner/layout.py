@@ -104,6 +104,7 @@ _SESSION_MEMBERS = {
     "evidence": "evidence.ndjson",
     "agent_out": "agent.out",
     "agent_err": "agent.err",
+    "agent_env": "agent.env",
     "claim": "launch.claim",
     "supervisor": "supervisor.json",
     "supervisor_log": "supervisor.log",

@@ -119,6 +119,7 @@ class Supervisor:
             request = replace(request, model=self._gateway.model)
         launch = agent.launch(request, session, self._runtime)
         env |= launch.env
+        environment.save(session, env)
         if launch.interpreter:
             environment.hide_loader_variables(env)
         self._log.append(Kind.PHASE, {"name": "environment", "seconds": round(time.monotonic() - begun, 4)})
