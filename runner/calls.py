@@ -3,7 +3,8 @@
 """The account of model calls: which is new and which a retry, how many the budget still allows, what each came to.
 
 A call is what the agent asks; the same body again after a failure is another attempt of that call and costs no budget, since
-the model gave nothing for it. It refuses to count what was answered: a call is used up when it is sent.
+the model gave nothing for it. It refuses to count what was answered: a call is used up when it is sent; and to send a call that
+has failed max_retries + 1 times once more: some agents would ask a dead model until their deadline.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from boxstrap.runner.wire import BUDGET_CODE, Kind
 
 PAYLOAD_MAX = 1024 * 1024
 """Bytes of a request or response that an event carries; the evidence log moves what is too long for a line to artifacts/."""
+GIVEN_UP_CODE = "model_failed"
 BACKLOG_MAX = 32 * 1024 * 1024
 """Bytes of events that may wait for the supervisor; beyond it payloads are left out of the events."""
 
@@ -174,15 +176,16 @@ class Account:
 class Calls:
     """All calls of a session, subagents' included."""
 
-    def __init__(self, events: EventPipe, *, max_calls: int | None) -> None:
+    def __init__(self, events: EventPipe, *, max_calls: int | None, max_retries: int) -> None:
         self._events = events
+        self._max_retries = max_retries
         self._budget = PolicyBudget(max_calls)
 
     def begin(self, ask: Ask, *, invocation: str = "") -> Account:
         """Open the account of a request that is about to be sent.
 
         Raises:
-            Refusal: the policy budget is used; nothing may be sent.
+            Refusal: the policy budget is used, or this call has failed for good; nothing may be sent.
         """
         digest = hashlib.sha256(ask.body).hexdigest()
         if ask.dialect == "models":
@@ -191,6 +194,9 @@ class Calls:
         if taken is None:
             self._events.emit("budget", {"max_policy_calls": self._budget.limit})
             raise Refusal(403, BUDGET_CODE, f"max_policy_calls is {self._budget.limit}, all are used")
+        if taken[1] > self._max_retries:
+            self._budget.failed(f"{ask.dialect} {digest}", *taken)
+            raise Refusal(403, GIVEN_UP_CODE, f"this call has failed {taken[1]} times, and max_retries is {self._max_retries}")
         return Account(ask, seq=taken[0], attempt=taken[1], digest=digest, invocation=invocation)
 
     def end(self, account: Account) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import h11
 
 from boxstrap.runner.cache_control import without_cache_control
-from boxstrap.runner.calls import Account, Calls, EventPipe, Refusal
+from boxstrap.runner.calls import GIVEN_UP_CODE, Account, Calls, EventPipe, Refusal
 from boxstrap.runner.dialects import CALL_HEADER, INVOCATION_HEADER, Answer, dialect_of
 from boxstrap.runner.frames import PATHS, TOOL
 from boxstrap.runner.layout import SessionPaths
@@ -52,7 +52,7 @@ class Gateway:
         self._base = urlsplit(model.url).path.rstrip("/")
         self._upstream = upstream
         self._direct = model.upstream != "relay"
-        self._calls = Calls(events, max_calls=max_calls)
+        self._calls = Calls(events, max_calls=max_calls, max_retries=model.max_retries)
         self._connections: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> asyncio.Server:
@@ -276,7 +276,7 @@ class _Connection:
         error = {"message": f"boxstrap gateway: {refusal}", "type": refusal.code, "code": refusal.code, "param": None}
         raw = json.dumps({"error": error}).encode()
         headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))]
-        if refusal.code == BUDGET_CODE:
+        if refusal.code in {BUDGET_CODE, GIVEN_UP_CODE}:
             headers.append((b"x-should-retry", b"false"))  # OpenAI's and Anthropic's clients obey it
         if self._http.their_state is h11.SEND_BODY:
             headers.append((b"connection", b"close"))

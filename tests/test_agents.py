@@ -52,7 +52,7 @@ CASES = (
     Case("crash", "crash", Outcome.AGENT_FAILED),
     Case("deadline", "sleep", Outcome.DEADLINE_EXCEEDED, deadline_s=DEADLINE_S),
     Case("model refuses", "fix-bug", Outcome.MODEL_FAILED, fault="401"),
-    Case("model fails", "fix-bug", Outcome.MODEL_FAILED, fault="500", deadline_s=30.0),
+    Case("model fails", "fix-bug", Outcome.MODEL_FAILED, fault="500"),
     Case("budget", "chatter:9", Outcome.POLICY_BUDGET_EXHAUSTED, max_policy_calls=2),
 )
 

@@ -224,6 +224,20 @@ def test_every_failure_has_its_word(gateway: Open, pieces: list[bytes], error: s
     assert [(call["seq"], call["attempt"], call["retry"]) for call in calls] == [(1, 0, False), (1, 1, True), (2, 0, False)]
 
 
+def test_call_that_failed_for_good_is_not_sent_again(gateway: Open) -> None:
+    """An agent that would ask for ever is told so after max_retries + 1 tries; another call is another chance."""
+    with RawModel(*([answer(b'{"error":"no"}', status=500)] * 5), OK) as model:
+        session = gateway(model)
+        replies = [posted(session, b'{"n":1}') for _ in range(7)]
+        assert [reply.status_code for reply in replies] == [500] * 5 + [403] * 2
+        assert replies[5].json()["error"]["code"] == "model_failed"
+        assert replies[5].headers["x-should-retry"] == "false"
+        assert len(model.requests) == 5
+        eventually(lambda: bool(session.process.state.trouble))
+        assert posted(session, b'{"n":2}').status_code == 200
+        eventually(lambda: not session.process.state.trouble)
+
+
 def test_calls_beyond_the_budget_are_refused_and_not_sent(gateway: Open) -> None:
     """403 with the code that says it, in a form that common clients do not retry; the list of models costs nothing."""
     with RawModel(OK) as model:
