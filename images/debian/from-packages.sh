@@ -12,7 +12,7 @@ codename=$1
 out=$2
 case ${3-} in
     '') set -- --variant=minbase ;;
-    *) set -- "--architectures=$3" --variant=extract '--include=?essential,python3.11' ;;
+    *) set -- "--architectures=$3" --variant=extract '--include=?essential' --include=python3.11 ;;
 esac
 
 die() { printf '%s\n' "from-packages.sh: $*" >&2; exit 1; }
