@@ -26,7 +26,7 @@ STOPPED_CLAIM = "stopped"
 STARTING_BOUND_S = 15.0
 """How long a claim may stand without a supervisor before it counts as lost."""
 SCAN_EVERY_S = 0.02
-KILL_BOUND_S = 10.0
+KILL_BOUND_S = 5.0
 """How long survivors of SIGKILL are hunted before the receipt says that cleanup is not confirmed."""
 LOCK_BOUND_S = 15.0
 """How long another finisher is waited for. The agent can take the lock as well: then the work is done without it."""

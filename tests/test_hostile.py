@@ -125,9 +125,9 @@ def test_flood_of_output_costs_the_host_neither_memory_nor_meaning(tmp_path: Pat
     assert sorted(path.name for path in base.iterdir()) == ["out"]
 
 
-async def test_artifacts_come_out_by_digest_and_only_if_they_are_what_they_say(tmp_path: Path) -> None:
+async def test_artifacts_come_out_by_digest_and_only_if_they_are_what_they_say(tmp_path: Path, warm: Path) -> None:
     """A genuine one is kept; a false one, an endless one, a FIFO, a link are gaps; what else lies there is not looked at."""
-    folder = tmp_path / "box" / "tmp" / "nemo-gym-command" / "art" / "artifacts"
+    folder = warm / "tmp" / "nemo-gym-command" / "art" / "artifacts"
     false, endless, fifo, link = ("f" * 64, "e" * 64, "d" * 64, "c" * 64)
     script = f"""
 head -c 400000 /dev/zero | tr '\\0' x; echo
@@ -153,7 +153,7 @@ echo false > {false}; truncate -s 1T {endless}; mkfifo {fifo}; ln -s /etc/passwd
 
         added = False
 
-    result = await once(Adding(tmp_path / "box"), spec(tmp_path, "sh", "-c", script, session_id="art"))
+    result = await once(Adding(warm), spec(tmp_path, "sh", "-c", script, session_id="art"))
     kept = sorted(path.name for path in (tmp_path / "out" / "artifacts").iterdir())
     assert len(kept) == result.artifacts == 1
     body = (tmp_path / "out" / "artifacts" / kept[0]).read_bytes()
@@ -173,6 +173,12 @@ TAIL = Tail(start=0, next=0, size=0, chunk="", state="running", claim="")
 HUGE = base64.b64encode(b"z" * 3_000_000).decode()
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A box in which the runtime is installed once for all of these."""
+    return tmp_path_factory.mktemp("warm")
+
+
 @pytest.mark.parametrize(
     ("name", "says", "outcome"),
     [
@@ -188,7 +194,7 @@ HUGE = base64.b64encode(b"z" * 3_000_000).decode()
     ],
 )
 async def test_replaced_archive_may_answer_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str, outcome: Outcome
+    tmp_path: Path, warm: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str, outcome: Outcome
 ) -> None:
     """The agent is root in there: each verb may say anything, for ever. The controller ends, names it, and stays bounded."""
     monkeypatch.setattr(box, "PATIENCE_S", 0.5)
@@ -209,7 +215,7 @@ async def test_replaced_archive_may_answer_anything(
 
     wanted = spec(tmp_path, "sh", "-c", "exec sleep 600")
     request = replace(wanted.request("p"), deadline_s=0.2, grace_s=0.1)
-    sandbox = Meddling(tmp_path / "box", meddle)
+    sandbox = Meddling(warm, meddle)
     async with open_session(sandbox, wanted) as session:
         result = await session.invoke(request)
     assert result.outcome is outcome, name
@@ -217,16 +223,16 @@ async def test_replaced_archive_may_answer_anything(
     if "another" in name:
         assert "foreign_receipt" in {gap.code for gap in result.gaps}
     assert result.evidence.stat().st_size <= 20_000_000
-    assert list((tmp_path / "box" / "tmp").glob("nemo-gym-command/*")) == []
+    assert list((warm / "tmp").glob("nemo-gym-command/*")) == []
 
 
-async def test_evidence_that_was_replaced_by_a_link_brings_nothing_out(tmp_path: Path) -> None:
+async def test_evidence_that_was_replaced_by_a_link_brings_nothing_out(tmp_path: Path, warm: Path) -> None:
     """evidence.ndjson becomes a link to a secret of the box's owner, then a FIFO: nothing of it is read, and nothing waits."""
     secret = tmp_path / "secret"
     secret.write_text("canary\n" * 1000)
-    here = tmp_path / "box" / "tmp" / "nemo-gym-command" / "planted"
+    here = warm / "tmp" / "nemo-gym-command" / "planted"
     script = f"echo before; sleep 0.3; rm {here}/evidence.ndjson; ln -s {secret} {here}/evidence.ndjson; echo after"
-    result = await once(LocalSandbox(tmp_path / "box"), spec(tmp_path, "sh", "-c", script, session_id="planted"))
+    result = await once(LocalSandbox(warm), spec(tmp_path, "sh", "-c", script, session_id="planted"))
     assert b"canary" not in result.evidence.read_bytes()
     assert "receipt_mismatch" in {gap.code for gap in result.gaps}
     assert result.outcome is Outcome.COMPLETED

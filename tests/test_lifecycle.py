@@ -61,6 +61,12 @@ class Meddling:
         await self.inner.download(remote_path, local_path, max_bytes=max_bytes)
 
 
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A box for all of these: the runtime is installed once."""
+    return tmp_path_factory.mktemp("box")
+
+
 def remains(box: Path) -> list[str]:
     """List what a session may have left: folders of sessions, of pushes, of stages."""
     sessions = [str(path) for path in box.glob("tmp/nemo-gym-command/*")]
@@ -103,9 +109,9 @@ async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Pa
     assert point > 8
 
 
-async def test_every_illegal_order_is_refused_and_says_where_it_stands(tmp_path: Path) -> None:
+async def test_every_illegal_order_is_refused_and_says_where_it_stands(tmp_path: Path, box: Path) -> None:
     wanted = spec(tmp_path, "true")
-    session = Session(LocalSandbox(tmp_path / "box"), wanted)
+    session = Session(LocalSandbox(box), wanted)
     with pytest.raises(SessionStateError, match="not open"):
         await session.invoke(wanted.request("p"))
     opening = asyncio.create_task(session.open())
@@ -127,9 +133,9 @@ async def test_every_illegal_order_is_refused_and_says_where_it_stands(tmp_path:
             await late()
 
 
-async def test_open_that_failed_can_be_repeated(tmp_path: Path) -> None:
+async def test_open_that_failed_can_be_repeated(tmp_path: Path, box: Path) -> None:
     broken = True
-    sandbox = Meddling(tmp_path / "box", lambda n, _: failed("sandbox_lost", "away") if broken else None)
+    sandbox = Meddling(box, lambda n, _: failed("sandbox_lost", "away") if broken else None)
     wanted = spec(tmp_path, "true")
     session = Session(sandbox, wanted)
     with pytest.raises(SandboxLost):
@@ -141,11 +147,11 @@ async def test_open_that_failed_can_be_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "nonsense"])
-async def test_close_that_failed_is_repeated_until_it_succeeds(tmp_path: Path, how: str) -> None:
+async def test_close_that_failed_is_repeated_until_it_succeeds(tmp_path: Path, box: Path, how: str) -> None:
     """An answer that is none never counts as closed; two closes at once are one."""
     broken = False
     answers = {"lost": failed("sandbox_lost", "away"), "nonsense": Output(stdout="%#!", stderr="", return_code=0)}
-    sandbox = Meddling(tmp_path / "box", lambda n, command: answers[how] if broken and " stop " in command else None)
+    sandbox = Meddling(box, lambda n, command: answers[how] if broken and " stop " in command else None)
     wanted = spec(tmp_path, "true")
     session = Session(sandbox, wanted)
     await session.open()
@@ -154,13 +160,13 @@ async def test_close_that_failed_is_repeated_until_it_succeeds(tmp_path: Path, h
     for _ in range(2):
         closed = await asyncio.gather(session.close(), session.close(), return_exceptions=True)
         assert all(isinstance(one, (SandboxLost, CleanupUnconfirmed)) for one in closed), closed
-        assert remains(tmp_path / "box")
+        assert remains(box)
     broken = False
     assert await session.close() == result
-    assert remains(tmp_path / "box") == []
+    assert remains(box) == []
 
 
-async def test_interruption_of_two_seconds_is_bridged(tmp_path: Path) -> None:
+async def test_interruption_of_two_seconds_is_bridged(tmp_path: Path, box: Path) -> None:
     """Every call is refused for a while, several times: the run goes on as if nothing had been."""
     away_until = 0.0
 
@@ -172,14 +178,13 @@ async def test_interruption_of_two_seconds_is_bridged(tmp_path: Path) -> None:
         return failed("sandbox_lost", "away") if now < away_until and " tail " in f"{command} " else None
 
     wanted = spec(tmp_path, "sh", "-c", "for i in 1 2 3 4 5 6 7 8 9; do echo $i; sleep 0.3; done")
-    async with open_session(Meddling(tmp_path / "box", meddle), wanted) as session:
+    async with open_session(Meddling(box, meddle), wanted) as session:
         result = await session.invoke(wanted.request("p"))
     assert (result.outcome, result.gaps) == (Outcome.COMPLETED, [])
 
 
-async def test_conflict_leaves_the_other_ones_session_alone(tmp_path: Path) -> None:
+async def test_conflict_leaves_the_other_ones_session_alone(tmp_path: Path, box: Path) -> None:
     """Two requests under one id: the second is refused, and its close does not stop the first."""
-    box = tmp_path / "box"
     first = spec(tmp_path, "sh", "-c", "echo on; exec sleep 600", session_id=f"one-{os.getpid()}", out=tmp_path / "first")
     second = spec(tmp_path, "true", session_id=first.session_id, out=tmp_path / "second")
     async with open_session(LocalSandbox(box), first) as running:
