@@ -96,8 +96,8 @@ class GatewayProcess:
     def reaped(self, peak_bytes: int, cpu_s: float) -> None:
         """Note that the supervisor's loop reaped it; before its time, the agent is left without a model."""
         self.pid = 0
-        text = f"the model gateway ended: {self.state.sent} requests sent, peak {peak_bytes >> 20} MiB, {cpu_s:.2f} CPU seconds"
-        self._record(Kind.LOG, {"stream": "boxstrap", "text": text})
+        cost = {"peak_rss_bytes": peak_bytes, "cpu_seconds": round(cpu_s, 3)}
+        self._record(Kind.LOG, {"stream": "boxstrap", "text": f"the model gateway served {self.state.sent} requests", **cost})
         if self._lifeline >= 0:
             self.state.lost()
             self._record(Kind.GAP, {"code": "gateway_lost"})

@@ -8,6 +8,8 @@ seen.
 
 from __future__ import annotations
 
+import re
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ class Seen:
     calls: list[dict[str, Any]]
     seconds: float
     receipt: Receipt
+    events: list[dict[str, Any]]
 
     @property
     def outcome(self) -> Outcome:
@@ -69,7 +72,11 @@ class Sessions:
         _, receipt = runner.run()
         calls = [event["data"] for event in runner.events("model_call")]
         seconds = receipt.ended_at - (receipt.started_at or 0.0)
-        return Seen(len(model.calls) - before, calls, seconds, receipt)
+        return Seen(len(model.calls) - before, calls, seconds, receipt, runner.events())
+
+    def repo(self, name: str) -> Path:
+        """Name a folder for a repository."""
+        return self._folder / name
 
     def stop(self) -> None:
         """See that none is left."""
@@ -206,3 +213,35 @@ def test_agent_that_goes_on_beyond_its_budget_is_ended_after_the_grace(sessions:
     assert seen.outcome is Outcome.POLICY_BUDGET_EXHAUSTED
     assert seen.seconds < 15
     assert seen.requests == 1
+
+
+CHANGING = {"t", "mono", "seconds", "ttfb_seconds", "pid", "peak_rss_bytes", "cpu_seconds"}
+"""Fields that differ between two runs; so do ids, and digests of what holds one."""
+
+
+def stripped(part: Any) -> Any:
+    """Leave out of an event what may differ between two runs."""
+    if isinstance(part, dict):
+        kept = {
+            key: value for key, value in part.items() if key not in CHANGING and not key.endswith(("_at", "_id", "_sha256"))
+        }
+        return {key: stripped(value) for key, value in kept.items()}
+    if isinstance(part, list):
+        return [stripped(value) for value in part]
+    return re.sub(r"prefill_\w{8}|\[[0-9a-f]{8}\]|in \d+\.\d+s", "", part) if isinstance(part, str) else part
+
+
+@pytest.mark.parametrize("agent", ["nooa", "command"])
+def test_same_session_twice_gives_the_same_evidence(sessions: Sessions, agent: str) -> None:
+    """But for times and ids: order and content of every event are the same, a failed call included."""
+    folder = sessions.repo("again")
+    seen = []
+    for _ in range(2):
+        make_sample_repo(folder)
+        with ScriptedModel(faults=[Fault.parse("500:1")]) as model:
+            run = sessions.run(agent, model, "--calls", "3", workdir=str(folder))
+        assert run.outcome is Outcome.COMPLETED
+        seen.append([stripped(event) for event in run.events if event["kind"] != "heartbeat"])
+        shutil.rmtree(folder)
+    for one, other in zip(*seen, strict=True):
+        assert one == other
