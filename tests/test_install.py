@@ -435,6 +435,13 @@ def steps_of(push: Push, record: Path) -> list[str]:
     return steps
 
 
+def note(name: str, text: str) -> None:
+    """Keep the numbers of a sweep beside the table of boxes."""
+    folder = Path(__file__).resolve().parent.parent / "build"
+    folder.mkdir(exist_ok=True)
+    (folder / f"sweep-{name}.txt").write_text(f"{name}: {text}\n", encoding="utf-8")
+
+
 def faults_of(steps: Sequence[str]) -> list[str]:
     """Every way to die: the prelude's steps once; at Python's steps both processes, the prelude alone, Python alone."""
     faults = []
@@ -444,9 +451,7 @@ def faults_of(steps: Sequence[str]) -> list[str]:
     return faults
 
 
-def test_install_killed_at_any_step_leaves_all_or_nothing(
-    push: Push, packed: Callable[..., Path], tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_install_killed_at_any_step_leaves_all_or_nothing(push: Push, packed: Callable[..., Path], tmp_path: Path) -> None:
     """-9 at every step that an installation takes, and once more: whole, never half to a reader, and no stage left over."""
     wanted = replace(push, payload=packed(("agent.py", b"", {}), ("other.py", b"", {})), smoke=("agent",))
     steps = steps_of(wanted, tmp_path / "steps")
@@ -469,12 +474,10 @@ def test_install_killed_at_any_step_leaves_all_or_nothing(
                 shutil.rmtree(wanted.root.parent)
     assert reader.halves == []
     assert reader.looks > 0
-    record_property("sweep", f"install: {len(steps)} steps, {len(faults)} kills, {reader.looks} looks of a reader")
+    note("install", f"{len(steps)} steps, {len(faults)} kills, {reader.looks} looks of a reader")
 
 
-def test_repair_killed_at_any_step_leaves_the_old_or_the_new(
-    installed: Push, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_repair_killed_at_any_step_leaves_the_old_or_the_new(installed: Push, tmp_path: Path) -> None:
     """A damaged runtime stays as it was until a whole one takes its name; what was exchanged is swept by the next."""
 
     def damage() -> None:
@@ -495,7 +498,7 @@ def test_repair_killed_at_any_step_leaves_the_old_or_the_new(
             installed.runtime.name,
             f"{LOCK}{installed.runtime.name}",
         }, fault
-    record_property("sweep", f"repair: {len(steps)} steps, {len(faults)} kills")
+    note("repair", f"{len(steps)} steps, {len(faults)} kills")
 
 
 # Unpacking.
@@ -666,6 +669,26 @@ def test_clean_of_everything_removes_the_roots_and_then_has_nothing_to_do(instal
     assert not installed.root.exists()
     assert not Path(session.path).parent.exists()
     assert cleaned(installed) == (0, Answer(ok=True, data={"removed": []}))
+
+
+def test_clean_leaves_alone_what_is_about_to_start_and_takes_what_was_abandoned(installed: Push, session: SessionPaths) -> None:
+    """A folder with a request and no claim, and a controller's push: young ones are somebody's, old ones nobody's."""
+    begun = Path(session.path).with_name("begun")
+    begun.mkdir()
+    (begun / "request.json").write_text("{}", encoding="utf-8")
+    pushed = begun.with_name(f".push-{'0' * 16}")
+    pushed.mkdir()
+    status, answer = cleaned(installed)
+    assert status == 75
+    assert answer.failure is not None
+    assert answer.failure.code == "session-conflict"
+    for folder in (begun, pushed):
+        os.utime(folder, (1_000_000_000, 1_000_000_000))
+    status, answer = cleaned(installed)
+    assert status == 0
+    assert answer.data is not None
+    assert {str(begun), str(pushed), session.path} <= set(answer.data["removed"])  # type: ignore[call-overload]
+    assert not begun.parent.exists()
 
 
 def test_clean_refuses_while_a_session_runs(installed: Push, session: SessionPaths) -> None:
