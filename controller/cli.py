@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--workdir", required=True, help="the task's repo in the sandbox")
     run.add_argument("--prompt-file", required=True, type=Path, metavar="F")
     run.add_argument("--model-url", metavar="URL", help="as the sandbox sees it, up to and with /v1")
+    run.add_argument(
+        "--max-policy-calls", type=int, metavar="N", help="model calls that the agent may make (default: no limit)"
+    )
     run.add_argument("--relay", action="store_true", help="this host calls the model: the box needs no network and no key")
     run.add_argument("--model-name", default="model", metavar="NAME")
     run.add_argument("--model-api", choices=("responses", "chat"), help="default: responses for nooa, chat for others")
@@ -161,6 +164,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         out=options.out or Path("out") / session_id,
         model=model,
         upstream=RELAY if options.relay else "direct",
+        max_policy_calls=options.max_policy_calls,
         variant=options.payload,
         runtime_root=options.runtime_root,
         session_root=options.session_root,
