@@ -17,6 +17,7 @@ from dataclasses import asdict
 from boxstrap.runner import environment, sessions
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.receipts import receipt_of
+from boxstrap.runner.told import told
 from boxstrap.runner.wire import OUTCOME_EXIT, Answer, Code, ExitStatus, Failure, Receipt, outcome_of, to_json
 
 _TRY_AGAIN = {Code.SESSION_CONFLICT, Code.LOCK_TIMEOUT}
@@ -54,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="byte offset (default 0)")
             verb.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for more (default 0)")
             verb.add_argument("--follow", type=float, default=0.0, metavar="S", help="go on for at most S seconds, to the end")
+        elif name == "shell":
+            verb.add_argument("argv", nargs="*", metavar="COMMAND", help="run this instead, after --")
         elif name == "stop":
             verb.add_argument("--wait", type=float, default=None, metavar="S", help="seconds to wait for the end")
             verb.add_argument("--remove", action="store_true", help="remove the session's folder afterwards")
@@ -77,8 +80,7 @@ def _say(options: argparse.Namespace, answer: dict[str, object] | Failure, statu
     if options.json:
         print(to_json(Answer(ok=True, data=answer)))
     else:
-        for key, value in answer.items():
-            print(f"{key:16} {value}")
+        print("\n".join(told(answer)))
     return status
 
 
@@ -112,13 +114,18 @@ def _tail(options: argparse.Namespace, session: SessionPaths) -> int:
 
 
 def _status(options: argparse.Namespace, session: SessionPaths) -> int:
-    return _say(options, sessions.status(session))
+    answer = sessions.status(session)
+    receipt = receipt_of(session)
+    if isinstance(answer, dict) and receipt is not None:
+        answer = {"state": answer["state"], "outcome": outcome_of(receipt).value, **answer}
+    return _say(options, answer)
 
 
 def _stop(options: argparse.Namespace, session: SessionPaths) -> int:
     stopped = sessions.stop(session, wait_s=options.wait)
     if isinstance(stopped, Receipt):
-        answer: dict[str, object] | Failure = {"state": "ended", "receipt": asdict(stopped)}
+        outcome = outcome_of(stopped).value
+        answer: dict[str, object] | Failure = {"state": "ended", "outcome": outcome, "receipt": asdict(stopped)}
     else:
         answer = stopped
     running = isinstance(answer, dict) and answer["state"] == "running"
@@ -129,9 +136,13 @@ def _stop(options: argparse.Namespace, session: SessionPaths) -> int:
 
 
 def _agent_env(session: SessionPaths) -> tuple[dict[str, str], str] | Failure:
+    """Give what the agent was started with, or would be by this very exec, and its workdir."""
     read = sessions.read_request(session)
     if isinstance(read, Failure):
         return read
+    saved = environment.saved(session)
+    if saved is not None:
+        return saved, read[0].workdir
     try:
         task = environment.task_environment(environment.initial(), read[0].activation)
     except ValueError as error:
@@ -159,4 +170,4 @@ def _shell(options: argparse.Namespace, session: SessionPaths) -> int:
         return _say(options, made)
     env, workdir = made
     env.pop(environment.MARKER)  # a person's shell is not the session's to kill
-    return subprocess.call(["bash", "--norc", "--noprofile", "-i"], env=env, cwd=workdir)
+    return subprocess.call(options.argv or ["bash", "--norc", "--noprofile", "-i"], env=env, cwd=workdir)
