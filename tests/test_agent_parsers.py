@@ -147,6 +147,22 @@ def test_pool_config_follows_the_window_and_the_users_word_is_last(session: Sess
     assert {path.stat().st_mode & 0o777 for path in Path(session.tmp).iterdir()} == {0o600}
 
 
+def test_opencode_finds_what_it_would_fetch(session: SessionPaths, runtime: RuntimePaths) -> None:
+    """Without ripgrep in its cache, grep and glob fail in a box without network; without node_modules, it runs npm install."""
+    ripgrep = Path(runtime.site, "bin", "rg")
+    ripgrep.write_text("")
+    options = {"config": {"share": "manual", "provider": {"gym": {"options": {"timeout": 1}}}}}
+    launch = opencode.launch(request("opencode", options=options), session, runtime)
+    assert Path(session.home, ".cache", "opencode", "bin", "rg").resolve() == ripgrep.resolve()
+    assert Path(session.home, ".config", "opencode", "node_modules").is_dir()
+    config = json.loads(launch.env["OPENCODE_CONFIG_CONTENT"])
+    assert (config["model"], config["share"], config["autoupdate"]) == ("gym/m", "manual", False)
+    assert config["provider"]["gym"]["options"]["timeout"] == 1
+    assert config["provider"]["gym"]["options"]["baseURL"] == "http://127.0.0.1:9/v1"
+    assert Path(launch.stdin).read_text(encoding="utf-8") == "--p é"
+    assert "--p é" not in launch.argv
+
+
 @pytest.mark.parametrize("agent", ["pool", "opencode"])
 @pytest.mark.parametrize(
     ("fields", "word"),
