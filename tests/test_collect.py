@@ -126,3 +126,48 @@ def test_each_event_arrives_once_however_it_is_cut_repeated_or_restarted(
         assert [event.data["text"] for event in read_events(collector.path)] == [json.loads(json.dumps(text)) for text in texts]
     assert seen == list(range(1, len(texts) + 1))
     assert collector.gaps == []
+
+
+@settings(deadline=None, max_examples=150)
+@given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=12), crash=st.integers(0, 4000), attach=st.booleans())
+def test_writer_that_crashed_at_any_byte_costs_the_torn_line_and_says_so(texts: list[str], crash: int, *, attach: bool) -> None:
+    """What was finished arrives; what was torn is one gap; a reader that attaches later takes the rest if it comes."""
+    whole = b"".join(line(seq, text) for seq, text in enumerate(texts, 1))
+    crash %= len(whole) + 1
+    seen: list[int] = []
+    with TemporaryDirectory() as folder:
+        collector = Collector(Path(folder), lambda event: seen.append(event.seq))
+        if crash:
+            collector.feed(reply(0, whole[:crash]))
+        collector.end(None)
+        collector.close()
+        torn = [] if whole[:crash].endswith(b"\n") or not crash else ["torn_line"]
+        assert [gap.code for gap in collector.gaps] == torn
+        assert seen == list(range(1, whole[:crash].count(b"\n") + 1))
+        if attach and crash < len(whole):
+            collector = Collector(Path(folder), lambda event: seen.append(event.seq))
+            collector.feed(reply(crash, whole[crash:]))
+            collector.end(None)
+            collector.close()
+            assert (seen, collector.gaps) == (list(range(1, len(texts) + 1)), [])
+
+
+def test_copy_of_the_whole_file_is_taken_up_where_the_reader_stood(
+    collector: Collector, seen: list[int], tmp_path: Path
+) -> None:
+    """Salvage from a dead box's disk; a copy that begins differently is refused and moves nothing."""
+    copy = tmp_path / "copy"
+    collector.feed(reply(0, line(1)))
+    copy.write_bytes(line(1) + line(2) + line(3))
+    collector.feed_file(copy)
+    assert seen == [1, 2, 3]
+    copy.write_bytes(line(9) + line(2) + line(3) + line(4))
+    with pytest.raises(EvidenceError, match="begin"):
+        collector.feed_file(copy)
+    assert seen == [1, 2, 3]
+
+
+def test_letters_that_are_no_base64_are_a_bad_reply(collector: Collector) -> None:
+    """Found by the fuzz: base64 refuses a letter beyond ASCII with an error of its own."""
+    with pytest.raises(EvidenceError):
+        collector.feed(reply(0, b"x").replace('"chunk":"', '"chunk":"\u00e9'))
