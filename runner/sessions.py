@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -250,7 +251,11 @@ def remove(session: SessionPaths) -> Failure | None:
             message=f"{len(left)} processes of the session would not go: {names}.",
             remedy="Stop it again; what another user started needs that user, or root.",
         )
-    shutil.rmtree(session.path, ignore_errors=True)
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(session.path, ignore_errors=True)
+    if os.path.lexists(session.path):  # folders nested deeper than Python's own walk goes
+        with contextlib.suppress(OSError):
+            subprocess.call(["rm", "-rf", "--", session.path], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(session.path))
     return None

@@ -220,6 +220,15 @@ PLANT = {
 }
 
 
+def test_folders_nested_without_measure_are_removed(runner: Runner) -> None:
+    """Five thousand levels: too deep for a recursive walk, and for a path."""
+    code = "import os; os.chdir(os.environ['HOME'])\nfor _ in range(5000): os.mkdir('d'); os.chdir('d')"
+    runner.request(sys.executable, "-I", "-c", code)
+    runner.run()
+    runner.verb("stop", "--remove")
+    assert not runner.folder.exists()
+
+
 def test_brand_survives_what_sheds_the_marker_and_is_no_bother(runner: Runner) -> None:
     """The agent's limits are the task's but for the brand, and it may raise that to what it was."""
     runner.request("sh", "-c", "cat /proc/self/limits > limits; env -i setsid cat /proc/self/limits > daemon")
