@@ -197,6 +197,7 @@ class Calls:
         if taken[1] > self._max_retries:
             self._budget.failed(f"{ask.dialect} {digest}", *taken)
             raise Refusal(403, GIVEN_UP_CODE, f"this call has failed {taken[1]} times, and max_retries is {self._max_retries}")
+        self._events.emit("begin", {"seq": taken[0]})
         return Account(ask, seq=taken[0], attempt=taken[1], digest=digest, invocation=invocation)
 
     def end(self, account: Account) -> None:

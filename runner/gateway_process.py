@@ -55,6 +55,8 @@ class GatewayProcess:
         """
         self.state = ModelState()
         self.exhausted_at = 0.0
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called when a call begins: what the agent said before it is in its pipes by now, and comes first."""
         self._record = record
         with socket.create_server((LOOPBACK, 0), backlog=BACKLOG) as listener:
             self.model = replace(
@@ -126,7 +128,9 @@ class GatewayProcess:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self._record(Kind.GAP, {"code": "unknown_event", "bytes": len(line)})
             return
-        if kind == "budget":
+        if kind == "begin":
+            self.on_begin()
+        elif kind == "budget":
             self.state.exhausted = True
             self.exhausted_at = self.exhausted_at or time.monotonic()
         elif kind == Kind.MODEL_CALL:

@@ -164,7 +164,15 @@ class Supervisor:
         ]
         for pump in pumps:
             self._selector.register(pump.fd, selectors.EVENT_READ, pump)
+        if self._gateway is not None:
+            self._gateway.on_begin = lambda: self._take_now(pumps)
         return pumps
+
+    def _take_now(self, pumps: list[Pump]) -> None:
+        """Read what the agent's pipes hold at this moment; their end is left to the loop."""
+        for pump in pumps:
+            if pump.open:
+                pump.read()
 
     def _watch(self, pumps: list[Pump]) -> list[Survivor]:
         """Pump and wait until the last process is gone; return those that would not go."""
