@@ -24,6 +24,7 @@ from boxstrap.controller.collect import read_events
 from boxstrap.controller.convert import story_of, to_responses
 from boxstrap.controller.programs import Program
 from boxstrap.controller.sandboxes.docker import DockerSandbox
+from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import Result, SessionSpec, open_session
 from boxstrap.runner.wire import Event, Kind, Model, Outcome
 
@@ -176,3 +177,24 @@ def problems_of_items(case: Case, events: list[Event], called: list[object]) -> 
         yield f"items have the calls {calls} and the outputs {outputs}"
     if case.name == "gave up" and not any(item["type"] == "message" for item in items):
         yield f"no message is among the items: {items}"
+
+
+async def test_agent_that_waits_for_a_login_is_stopped_as_a_setup_failure(tmp_path: Path) -> None:
+    """Nobody will log in, so nobody waits for the deadline; and it is never gradable."""
+    with ScriptedModel("sleep") as model:
+        spec = SessionSpec(
+            session_id="login",
+            agent="pool",
+            workdir=str(tmp_path),
+            out=tmp_path / "out",
+            model=Model(url=model.url, name="m", api="chat"),
+            program=Program(source=str(CHILDREN / "fake_pool.py"), accept_eula=True),
+            env={"FAKE_POOL_LINE": '{"type":"oauth_url","url":"https://login.invalid/"}'},
+        )
+        async with open_session(LocalSandbox(tmp_path / "box"), spec) as session:
+            result = await session.invoke(spec.request(PROMPT))
+    assert (result.outcome, result.gradable) == (Outcome.SETUP_FAILED, False)
+    assert "login" in result.detail
+    assert result.receipt is not None
+    assert (result.receipt.timed_out, result.receipt.cleanup_confirmed) == (False, True)
+    assert list(read_events(result.evidence))[-1].data["reason"] == "unusable"
