@@ -169,8 +169,13 @@ def follow(session: SessionPaths, *, start: int, bound_s: float) -> Iterator[Tai
 
 
 def _checked_state(session: SessionPaths) -> str:
-    """Say where the session stands; a receipt that confirms while something runs is a lie, and the session lost."""
+    """Say where the session stands; a receipt that confirms while something runs is a lie, and the session lost.
+
+    A supervisor that the agent stopped, its watchdog too, is let go on by whoever looks.
+    """
     state = receipts.state_of(session)
+    if state == "running":
+        _let_go_on(session)
     receipt = receipts.receipt_of(session) if state == "ended" else None
     return "lost" if receipt is not None and receipt.cleanup_confirmed and receipts.left_of(session) else state
 
@@ -229,14 +234,18 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
 
 def _tell(session: SessionPaths, number: signal.Signals) -> None:
     """Signal the supervisor, and let it and its parent go on where the agent has stopped them."""
-    for found, numbers in (
-        (receipts.supervisor_alive(session), (number, signal.SIGCONT)),
-        (receipts.watchdog_alive(session), (signal.SIGCONT,)),
-    ):
+    found = receipts.supervisor_alive(session)
+    process = processes.read(found[0]) if found else None
+    if found and process is not None and process.start == found[1]:
+        processes.send(process, number)
+    _let_go_on(session)
+
+
+def _let_go_on(session: SessionPaths) -> None:
+    for found in (receipts.supervisor_alive(session), receipts.watchdog_alive(session)):
         process = processes.read(found[0]) if found else None
-        if found and process is not None and process.start == found[1]:
-            for one in numbers:
-                processes.send(process, one)
+        if found and process is not None and process.start == found[1] and process.state == "T":
+            processes.send(process, signal.SIGCONT)
 
 
 def remove(session: SessionPaths) -> Failure | None:

@@ -213,12 +213,14 @@ class Supervisor:
             return "exited"
         if self._unusable:
             return "unusable"
+        if now >= deadline:  # before a stop: whoever stops what is overdue does not cancel it
+            return "deadline"
         if self._stopping or os.path.lexists(self._session.stop):
             return "stopped"
         exhausted_at = self._gateway.exhausted_at if self._gateway is not None else 0.0
         if exhausted_at and now - exhausted_at >= self._request.grace_s:
             return "budget"
-        return "deadline" if now >= deadline else ""
+        return ""
 
     def _pump_once(self, wait_s: float) -> None:
         calls = self._gateway.pump if self._gateway is not None else None

@@ -40,9 +40,9 @@ case $1 in
     agent) [ -n "$agent" ] && kill -KILL "$agent" ;;
     supervisor) kill -KILL "$supervisor" ;;
     watchdog) kill -KILL "$watchdog" ;;
-    both) kill -KILL "$watchdog" "$supervisor" ;;
+    both) kill -KILL "$watchdog"; kill -KILL "$supervisor" ;;
     stop-supervisor) kill -STOP "$supervisor" ;;
-    stop-both) kill -STOP "$watchdog" "$supervisor" ;;
+    stop-both) kill -STOP "$watchdog"; kill -STOP "$supervisor" ;;
     daemon | tail | pythons)
         for p in /proc/[0-9]*; do
             case $1:$(readlink "$p/exe"):$(tr '\0' ' ' <"$p/cmdline") in

@@ -115,6 +115,14 @@ def test_stopped_supervisor_and_watchdog_are_let_go_on_by_stop(runner: Runner) -
     assert pids_below(runner.folder.name) == []
 
 
+def test_stopped_supervisor_and_watchdog_are_let_go_on_by_whoever_looks(runner: Runner) -> None:
+    runner.request(sys.executable, CHILD, "stop-above", runner.folder.name, deadline_s=1.0)
+    runner.start("run", "--hold", "--json")
+    eventually(lambda: (found := stat_of(runner)) is not None and found.state == "T")
+    eventually(lambda: runner.verb("tail", "--wait", "1")[1]["state"] == "ended", within_s=20)
+    assert (runner.receipt().timed_out, runner.receipt().supervisor_lost) == (True, False)
+
+
 def test_stopped_supervisor_is_let_go_on_by_its_watchdog(runner: Runner) -> None:
     runner.request("sh", "-c", "kill -STOP $PPID; echo on")
     _, receipt = runner.run()
