@@ -42,7 +42,7 @@ from boxstrap.controller.sandboxes.output import Output
 from boxstrap.controller.session import Result, SessionSpec, open_session
 from boxstrap.runner.wire import Event, Outcome
 
-SESSIONS_A_ROUND = 3
+SESSIONS_A_ROUND = 5
 ROOT = "/tmp/nemo-gym-command"  # in the box
 GOOD = {Outcome.COMPLETED}
 LOST = {Outcome.SANDBOX_LOST}
@@ -248,7 +248,7 @@ class Soak:
     async def round(self, number: int) -> None:
         """Some sessions at once, some kills among them, then the reckoning."""
         plans = [self.plan(f"r{number}s{one}") for one in range(SESSIONS_A_ROUND)]
-        moves = [self.move(plans) for _ in range(self.random.randint(4, 9))][: self.wanted - self.tally.kills]
+        moves = [self.move(plans) for _ in range(self.random.randint(9, 14))][: self.wanted - self.tally.kills]
         lost_by_box = any(move[1] in OUTSIDE for move in moves)
         tasks = {plan.name: asyncio.create_task(self.controlled(plan, moves)) for plan in plans}
         await asyncio.gather(*(begun(plan) for plan in plans))
@@ -265,13 +265,13 @@ class Soak:
 
     def plan(self, name: str) -> Plan:
         """Say what one agent writes."""
-        return Plan(name=name, lines=self.random.randint(20, 80), base=self.base, box=self.box.id, line=self.line.url)
+        return Plan(name=name, lines=self.random.randint(40, 160), base=self.base, box=self.box.id, line=self.line.url)
 
     def move(self, plans: list[Plan]) -> tuple[float, str, Plan, float]:
         """Choose a kill: when, what, whose, and for how long where it is undone."""
         kinds = [*INSIDE, *INSIDE, "controller", "controller", *OUTSIDE]
         what = self.random.choice(kinds)
-        return self.random.uniform(0.0, 0.6), what, self.random.choice(plans), self.random.choice((0.3, 1.0, 2.0, 6.0))
+        return self.random.uniform(0.0, 0.6), what, self.random.choice(plans), self.random.choice((0.2, 0.5, 1.5, 5.0))
 
     async def kill(self, what: str, plan: Plan, pause_s: float) -> None:
         """Do one kill, and count it if there was something to kill."""
