@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from boxstrap.runner import environment, processes, receipts, watchdog
+from boxstrap.runner import environment, finish, processes, receipts, watchdog
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
 from boxstrap.runner.wire import (
@@ -177,7 +177,7 @@ def _checked_state(session: SessionPaths) -> str:
     if state == "running":
         _let_go_on(session)
     receipt = receipts.receipt_of(session) if state == "ended" else None
-    return "lost" if receipt is not None and receipt.cleanup_confirmed and receipts.left_of(session) else state
+    return "lost" if receipt is not None and receipt.cleanup_confirmed and finish.left_of(session) else state
 
 
 def _slice(path: str, start: int, *, torn: bool) -> tuple[bytes, int]:
@@ -229,7 +229,7 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
         if wait_s is not None:
             return {"state": "running"}
         _tell(session, signal.SIGKILL)
-    return receipts.finish(session, adopted=False)
+    return finish.finish(session, adopted=False)
 
 
 def _tell(session: SessionPaths, number: signal.Signals) -> None:
@@ -252,7 +252,7 @@ def remove(session: SessionPaths) -> Failure | None:
     """Remove the folder of a session that has ended, and the session root if it is empty then."""
     if receipts.state_of(session) == "running":
         return Failure(code=Code.SESSION_CONFLICT, message="The session is still running.", remedy="Stop it first.")
-    left = receipts.left_of(session)
+    left = finish.left_of(session)
     if left:
         names = ", ".join(f"{process.pid} ({process.name})" for process in left[:5])
         return Failure(
@@ -279,14 +279,14 @@ def status(session: SessionPaths) -> dict[str, object] | Failure:
             remedy="List the session root to see which there are.",
         )
     if receipts.state_of(session) == "lost" and receipts.claim_of(session) != receipts.STOPPED_CLAIM:
-        receipts.finish(session, adopted=False)
+        finish.finish(session, adopted=False)
     supervisor = receipts.supervisor_alive(session)
     receipt = receipts.receipt_of(session)
     return {
         "state": receipts.state_of(session),
         "claim": receipts.claim_of(session),
         "supervisor_pid": supervisor[0] if supervisor else None,
-        "processes": [{"pid": process.pid, "name": process.name} for process in receipts.left_of(session)],
+        "processes": [{"pid": process.pid, "name": process.name} for process in finish.left_of(session)],
         "evidence_bytes": _slice(session.evidence, 0, torn=True)[1],
         "receipt": None if receipt is None else asdict(receipt),
     }

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from boxstrap.runner import agents, cgroups, environment, processes, receipts
+from boxstrap.runner import agents, cgroups, environment, finish, processes, receipts
 from boxstrap.runner.evidence import EvidenceLog, plain
 from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
@@ -182,7 +182,7 @@ class Supervisor:
         kill_at = give_up_at = 0.0
         clean = 0
         while True:
-            self._pump_once(receipts.SCAN_EVERY_S if self._reason else min(TICK_S, max(0.0, deadline - time.monotonic())))
+            self._pump_once(finish.SCAN_EVERY_S if self._reason else min(TICK_S, max(0.0, deadline - time.monotonic())))
             self._reap()
             now = time.monotonic()
             if not self._reason:
@@ -196,7 +196,7 @@ class Supervisor:
                 if self._gateway is not None:
                     self._gateway.state.ending = self._reason != "exited"
                 grace = min(LEFTOVER_GRACE_S, request.grace_s) if self._reason == "exited" else request.grace_s
-                kill_at, give_up_at = now + grace, now + grace + receipts.KILL_BOUND_S
+                kill_at, give_up_at = now + grace, now + grace + finish.KILL_BOUND_S
                 self._signal_all(signal.SIGTERM)
             found = self._find()
             clean = 0 if found else clean + 1
@@ -204,7 +204,7 @@ class Supervisor:
                 self._reap()
                 return []
             if now >= give_up_at and found:
-                return receipts.named(found)
+                return finish.named(found)
             if now >= kill_at:
                 processes.kill(self._find)
 
@@ -259,7 +259,7 @@ class Supervisor:
         gateway.finish()
         bound = time.monotonic() + DRAIN_BOUND_S
         while gateway.pid and time.monotonic() < bound:
-            self._pump_once(receipts.SCAN_EVERY_S)
+            self._pump_once(finish.SCAN_EVERY_S)
             self._reap()
         return [Survivor(pid=gateway.pid, name="gateway")] if gateway.pid else []
 
@@ -289,7 +289,7 @@ class Supervisor:
                 self._agent_status = status
 
     def _find(self) -> list[processes.Process]:
-        found = receipts.left_of(self._session, below=(os.getpid(),))
+        found = finish.left_of(self._session, below=(os.getpid(),))
         gateway = self._gateway.pid if self._gateway is not None else 0  # it serves until the last other process is gone
         return [process for process in found if process.pid != gateway]
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from boxstrap.runner import processes, receipts
+from boxstrap.runner import finish, processes, receipts
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Request
 
@@ -42,10 +42,10 @@ def guard(request: Request, session: SessionPaths, supervise: Callable[[int, pro
         os._exit(_say(lambda: supervise(tell, me)))
     os.close(tell)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _wait(child, bound_s=request.deadline_s + request.grace_s + receipts.KILL_BOUND_S + MARGIN_S)
+    _wait(child, bound_s=request.deadline_s + request.grace_s + finish.KILL_BOUND_S + MARGIN_S)
     os.set_blocking(told, False)
     if not _vouched(told, session):
-        receipts.finish(session, adopted=True)
+        finish.finish(session, adopted=True)
     os.close(told)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
