@@ -106,6 +106,14 @@ def test_daemon_that_shed_the_brand_too_is_named_and_nothing_is_confirmed(runner
     assert set(left) <= set(pids_below(token))
 
 
+def test_supervisor_whose_watchdog_was_killed_ends_in_order(runner: Runner) -> None:
+    runner.request("sh", "-c", "read -r x </proc/$PPID/stat; set -- ${x##*)}; kill -9 $2; echo on; exit 3")
+    runner.start("run", "--hold", "--json").communicate(timeout=30)
+    eventually((runner.folder / "receipt.json").exists)
+    receipt = runner.receipt()
+    assert (receipt.exit_code, receipt.supervisor_lost, receipt.cleanup_confirmed) == (3, False, True)
+
+
 def test_stopped_supervisor_and_watchdog_are_let_go_on_by_stop(runner: Runner) -> None:
     runner.request(sys.executable, CHILD, "stop-above", runner.folder.name)
     runner.start("run", "--hold", "--json")
