@@ -44,7 +44,8 @@ class EvidenceLog:
         if self.dropped and kind is not Kind.GAP:
             dropped, self.dropped = self.dropped, 0
             self.append(Kind.GAP, {"code": "evidence_write_failed", "dropped": dropped})
-            self.dropped += dropped if self.dropped else 0
+            if self.dropped:  # it could not be written either, and is no event of the agent's
+                self.dropped = dropped
         line = self._line(kind, data)
         if len(line) > EVIDENCE_LINE_MAX:
             line = self._line(kind, self._spilled(data))

@@ -323,7 +323,9 @@ class Soak:
             tally.blame(f"{plan.name} {sorted(plan.killed)}: {result!r}")
             return
         tally.outcomes[result.outcome.value] += 1
-        allowed = GOOD.union(*(INSIDE.get(kind, GOOD) for kind in plan.killed), LOST if lost_by_box else ())
+        # A controller that lost its box may still have stopped the session: the next one finds it stopped.
+        away = {*LOST, Outcome.CANCELLED} if lost_by_box else set()
+        allowed = GOOD.union(*(INSIDE.get(kind, GOOD) for kind in plan.killed), away)
         if result.outcome not in allowed:
             tally.blame(f"{plan.name} {sorted(plan.killed)}: {result.outcome.value}: {result.detail}")
         if "agent" in plan.killed and not lost_by_box and result.receipt and result.receipt.exit_code not in {None, 0}:
