@@ -31,6 +31,7 @@ from sample_repo import PROMPT, make_sample_repo
 from scripted_model import ScriptedModel
 
 from boxstrap.controller import artifacts
+from boxstrap.controller.errors import BoxstrapError
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.sandboxes.local import LocalSandbox
@@ -197,4 +198,7 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BoxstrapError as error:
+        sys.exit(f"demo: {error.code}: {error}")
