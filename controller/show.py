@@ -71,7 +71,7 @@ def _told(event: Event) -> str | None:
         case Kind.TOOL_RESULT:
             return printable(data.get("output", data.get("result", "")))
         case Kind.MESSAGE | Kind.REASONING | Kind.LOG:
-            return printable(data.get("text", data.get("content", "")))
+            return printable(data.get("text", data.get("content", data.get("name", ""))))
         case Kind.AGENT_EXITED:
             return printable(
                 f"exit code {data.get('exit_code')}, signal {data.get('signal')}, says {data.get('status') or 'nothing'}"
