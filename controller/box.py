@@ -108,7 +108,7 @@ class BoxSession:
     async def send(self, request: Request, local: Path) -> None:
         """Put request.json into the folder; `local` keeps the host's copy."""
         _write_privately(local, to_json(request))
-        await self._steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.request)))
+        await self.steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.request)))
 
     def launch(self, *, bound_s: float) -> None:
         """Start the runner in the box. Its exec stays open where the sandbox offers no detached one: see runner.sessions."""
@@ -275,9 +275,9 @@ class BoxSession:
         return shlex.join(["sh", self._archive, words[0], "--session", self._paths.path, *words[1:], "--json"])
 
     async def _run(self, command: str, *, bound_s: float) -> ExecResult:
-        return await self._steadily(lambda: push.run(self._sandbox, command, user=self._user, timeout_s=bound_s))
+        return await self.steadily(lambda: push.run(self._sandbox, command, user=self._user, timeout_s=bound_s))
 
-    async def _steadily(self, call: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def steadily(self, call: Callable[[], Awaitable[_Result]]) -> _Result:
         """Do what is safe to repeat; a sandbox that is not there is asked again for three seconds."""
         for pause in PAUSES_S:
             try:

@@ -60,7 +60,8 @@ class Collector:
         self.events = 0
         self.gaps: list[Gap] = []
         self.gap_count = 0
-        self.artifacts: dict[str, None] = {}
+        self.artifacts: dict[str, bool] = {}
+        """The digests that events name, and whether it was decided what became of each (see fetch.py)."""
         self.offset = 0
         self._resume()
 
@@ -181,7 +182,7 @@ class Collector:
         self.events += 1
         digest = event.data.get("artifact")
         if isinstance(digest, str) and _DIGEST.fullmatch(digest) and len(self.artifacts) < ARTIFACTS_MAX:
-            self.artifacts[digest] = None
+            self.artifacts.setdefault(digest, False)
         if self._on_event is not None:
             self._on_event(event)
 

@@ -8,12 +8,12 @@ name, and what does not match it is thrown away. It refuses to list a folder of 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from inspect import signature
 from pathlib import Path
 
-from boxstrap.controller import push
 from boxstrap.controller.collect import Collector
-from boxstrap.controller.errors import EvidenceError, SandboxLost
+from boxstrap.controller.errors import BoxstrapError, EvidenceError, SandboxLost
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.tarball import sha256_of
 
@@ -23,36 +23,50 @@ ARTIFACTS_TOTAL_MAX = 512 * 1024 * 1024
 
 
 async def fetch_artifacts(sandbox: Sandbox, remote: str, folder: Path, collector: Collector) -> int:
-    """Copy what the evidence names from the folder `remote` into `folder`.
+    """Copy what the evidence names from the folder `remote` into `folder`; repeated, it goes on where it was interrupted.
 
     Returns:
         How many are in `folder` afterwards. What is missing, false or too much becomes a gap.
+
+    Raises:
+        SandboxLost: the sandbox does not answer; what was not decided yet is left for the next call.
     """
-    left = ARTIFACTS_TOTAL_MAX
-    kept = 0
-    for digest in collector.artifacts:
+    left = ARTIFACTS_TOTAL_MAX - sum(_size(folder / digest) for digest, decided in collector.artifacts.items() if decided)
+    for digest in [digest for digest, decided in collector.artifacts.items() if not decided]:
         local = folder / digest
         try:
             if not _is_whole(local, digest):
                 await _download(sandbox, f"{remote}/{digest}", local, max_bytes=min(left, ARTIFACT_MAX))
-        except (OSError, EvidenceError, SandboxLost) as error:
+            left -= _size(local)
+        except (OSError, EvidenceError) as error:
             collector.note("artifact_missing", f"{digest}: {str(error)[:200]}")
-            continue
-        left -= _size(local)
-        kept += 1
-    return kept
+        collector.artifacts[digest] = True
+    return sum(_is_there(folder / digest) for digest in collector.artifacts)
 
 
 async def _download(sandbox: Sandbox, remote: str, local: Path, *, max_bytes: int) -> None:
     part = _part_of(local)
     bounded = {"max_bytes": max_bytes} if "max_bytes" in signature(sandbox.download).parameters else {}
     try:
-        await push.foreign(sandbox.download(remote, part, **bounded))
+        await _copied(sandbox.download(remote, part, **bounded))
         if _size(part) > max_bytes or not _is_whole(part, local.name):
             raise EvidenceError("What lies there is something else than its name says, or more than is allowed.")
         part.replace(local)
     finally:
         part.unlink(missing_ok=True)
+
+
+async def _copied(download: Awaitable[None]) -> None:
+    """Await a download; a file that cannot be had is not taken for a sandbox that does not answer."""
+    try:
+        await download
+    except (ConnectionError, TimeoutError) as error:
+        raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {str(error)[:300]}") from error
+    except (BoxstrapError, OSError):
+        raise
+    except Exception as error:
+        # Broad on purpose: a provider may raise anything of its own; see push.foreign.
+        raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def _part_of(local: Path) -> Path:
@@ -61,8 +75,12 @@ def _part_of(local: Path) -> Path:
 
 
 def _is_whole(path: Path, digest: str) -> bool:
-    return path.is_file() and not path.is_symlink() and sha256_of(path) == digest
+    return _is_there(path) and sha256_of(path) == digest
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _size(path: Path) -> int:
-    return path.lstat().st_size
+    return path.lstat().st_size if _is_there(path) else 0

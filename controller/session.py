@@ -302,9 +302,17 @@ class Session:
                 with contextlib.suppress(SandboxLost) if lost else contextlib.nullcontext():
                     if lost:
                         await self._collect_rest(box, stop_s)
+                    await self._fetch(box)
                     await box.remove(bound_s=stop_s, keep=self.spec.keep)
         self._state = State.CLOSED
         self.collector.close()
+
+    async def _fetch(self, box: BoxSession) -> None:
+        """Bring the artifacts out; they are what would be lost with the session's folder."""
+        folder, remote = self.spec.out / ARTIFACTS, self.paths.artifacts
+        self._artifacts = await box.steadily(lambda: fetch_artifacts(self._sandbox, remote, folder, self.collector))
+        if self.result is not None and self.result.artifacts != self._artifacts:
+            self._conclude(self.result.outcome, self.result.detail, self.result.receipt)
 
     async def _activate(self, request: Request, box: BoxSession) -> Result:
         digest = request_digest(request)
@@ -338,7 +346,8 @@ class Session:
             self._cookies = self._jars.cookies()
         elif accesses:
             self._cookies = await tools.final_cookies(self._sandbox, jar, accesses, user=self.spec.user)
-        self._artifacts = await fetch_artifacts(self._sandbox, self.paths.artifacts, self.spec.out / ARTIFACTS, self.collector)
+        with contextlib.suppress(SandboxLost):  # close tries again, before anything is removed
+            await self._fetch(box)
         if receipt is None:
             return self._conclude(Outcome.SANDBOX_LOST, "the supervisor is gone and left no receipt of this session", None)
         return self._conclude(outcome_of(receipt), receipt.detail, receipt)

@@ -360,6 +360,7 @@ class Soak:
             digest = event.data.get("artifact")
             if isinstance(digest, str) and not (plan.out / "artifacts" / digest).is_file():
                 tally.lost += 1
+                tally.blame(f"{plan.name} {sorted(plan.killed)}: no artifact {digest[:16]}; {result.gaps[:3]}")
         if missing or (kept and unseen):
             tally.blame(f"{plan.name} {sorted(plan.killed)}: lost {missing[:2]} {unseen[:5]} {result.gaps[:3]}")
 

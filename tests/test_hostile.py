@@ -22,10 +22,10 @@ from test_session import once, spec
 
 from boxstrap.controller import box
 from boxstrap.controller.collect import GAPS_MAX, Collector, read_events
-from boxstrap.controller.errors import EvidenceError
+from boxstrap.controller.errors import EvidenceError, SandboxLost
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.sandboxes.output import Output
-from boxstrap.controller.session import open_session
+from boxstrap.controller.session import Session, open_session
 from boxstrap.runner.wire import EVIDENCE_LINE_MAX, Outcome, Receipt, Survivor, Tail, to_json
 
 SOURCES = str(Path(__file__).parents[1] / "src")
@@ -132,7 +132,7 @@ async def test_artifacts_come_out_by_digest_and_only_if_they_are_what_they_say(t
     false, endless, fifo, link = ("f" * 64, "e" * 64, "d" * 64, "c" * 64)
     script = f"""
 head -c 400000 /dev/zero | tr '\\0' x; echo
-cd {folder}; i=0; while [ $i -lt 3000 ]; do i=$((i+1)); echo > many-$i; done
+mkdir -p {folder}; cd {folder} || exit 1; i=0; while [ $i -lt 3000 ]; do i=$((i+1)); echo > many-$i; done
 echo false > {false}; truncate -s 1T {endless}; mkfifo {fifo}; ln -s /etc/passwd {link}
 """
     named = [false, endless, fifo, link, "../../../etc/passwd", "/etc/passwd", "A" * 64]
@@ -160,8 +160,33 @@ echo false > {false}; truncate -s 1T {endless}; mkfifo {fifo}; ln -s /etc/passwd
     body = (tmp_path / "out" / "artifacts" / kept[0]).read_bytes()
     assert hashlib.sha256(body).hexdigest() == kept[0]
     assert json.loads(body)["text"] == "x" * 400000
+    assert result.outcome is Outcome.COMPLETED
     missing = [gap.detail.partition(":")[0] for gap in result.gaps if gap.code == "artifact_missing"]
     assert sorted(missing) == sorted([false, endless, fifo, link])
+
+
+async def test_artifact_that_could_not_be_fetched_is_fetched_before_the_folder_goes(tmp_path: Path, warm: Path) -> None:
+    """The line is cut just when the payloads should come out; closing is refused until it is back, and then they are there."""
+    away = True
+
+    def meddle(n: int, command: str) -> Output | None:
+        del n
+        if away and command.startswith("download"):
+            raise ConnectionError("cut")
+        return None
+
+    script = "head -c 400000 /dev/zero | tr '\\0' x; echo"
+    session = Session(Meddling(warm, meddle), spec(tmp_path, "sh", "-c", script, session_id="later"))
+    await session.open()
+    result = await session.invoke(session.spec.request("p"))
+    assert (result.outcome, result.artifacts) == (Outcome.COMPLETED, 0)
+    with pytest.raises(SandboxLost):
+        await session.close()
+    away = False
+    closed = await session.close()
+    assert closed is not None
+    assert (closed.outcome, closed.artifacts, closed.gaps) == (Outcome.COMPLETED, 1, [])
+    assert len(list((tmp_path / "out" / "artifacts").iterdir())) == 1
 
 
 RECEIPT = Receipt(
