@@ -18,7 +18,7 @@ from boxstrap.controller.errors import BoxstrapError
 FOLLOW_S = 600.0
 """After this a follower ends by itself, so that one whose controller was killed does not stay for long."""
 MARGIN_S = 30.0
-WAITING_MAX = 32 * 1024 * 1024
+WAITING_MAX = 8 * 1024 * 1024
 """Bytes of replies that may wait to be taken; a box that sends more is asked by offset again."""
 REST_S = 5.0
 """How long plain replies do before a broken follower is started again."""

@@ -93,6 +93,9 @@ class Supervisor:
         signal.signal(signal.SIGTERM, self._on_term)
         for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
             signal.signal(ignored, lambda *_: None)  # not SIG_IGN: the agent would inherit that, and be deaf to it
+        for number in signal.valid_signals() - {signal.SIGXFSZ}:  # that one is CPython's own, and Popen gives it back
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)  # whoever started us in the background was deaf to it: nohup, a shell's &
         self._wake_reader, self._wake_writer = reader, writer
         self._selector.register(reader, selectors.EVENT_READ, None)
 
