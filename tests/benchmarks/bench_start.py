@@ -9,6 +9,7 @@ against the bare limit: copying the same compressed bytes in and unpacking them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import statistics
 import sys
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import docker
 from containers import Box, Containers, InternalNetwork, internal_network
+from docker.errors import ImageNotFound
 from rich.console import Console
 from rich.table import Table
 from sample_repo import PROMPT, make_sample_repo
@@ -33,6 +35,8 @@ from boxstrap.runner.wire import Model
 ROUNDS = int(os.environ.get("BOXSTRAP_ROUNDS", "3"))
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 CA_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+CA_IN_BOX = "/ca-of-the-host.crt"
+PIP_IMAGE = "boxstrap-bench/pip:latest"
 IMPORT = "python3 -c 'import nooa_bench.bench_agent'"
 
 
@@ -92,10 +96,10 @@ class Bench:
 
     def pip(self, image: str, lock: str) -> None:
         """Do what peers do: pip install in the sandbox, with a network, then import."""
-        box = self.boxes(image, volumes=[f"{CA_BUNDLE}:{CA_BUNDLE}:ro"])
+        box = self.boxes(image, volumes=[f"{CA_BUNDLE}:{CA_IN_BOX}:ro"])
         box.put(REQUIREMENTS / lock, f"/tmp/{lock}")
         begun = time.monotonic()
-        environment = {"PIP_CERT": CA_BUNDLE, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        environment = {"PIP_CERT": CA_IN_BOX, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         no_deps = "--no-deps" if "lean" in lock else ""
         install = f"python3 -m venv /opt/agent && /opt/agent/bin/pip install -q --require-hashes {no_deps} -r /tmp/{lock}"
         box.check(install, env=environment)
@@ -107,11 +111,11 @@ class Bench:
 
 def box_with_pip(bench: Bench) -> str:
     """Make the image that peers need: the same one with pip and venv."""
-    box: Box = bench.boxes("boxstrap/task13", volumes=[f"{CA_BUNDLE}:{CA_BUNDLE}:ro"])
+    box: Box = bench.boxes("boxstrap/task13")
     box.check("apt-get -qq update && apt-get -qq install -y --no-install-recommends python3-pip python3-venv >/dev/null")
-    box.container.commit("boxstrap-bench/pip", "latest")
+    box.container.commit(*PIP_IMAGE.split(":"))
     box.remove()
-    return "boxstrap-bench/pip:latest"
+    return PIP_IMAGE
 
 
 def main() -> None:
@@ -128,7 +132,8 @@ def main() -> None:
                 bench.pip(image, "nooa-full.txt")
         finally:
             bench.boxes.remove()
-            client.images.remove("boxstrap-bench/pip:latest", force=True)
+            with contextlib.suppress(ImageNotFound):
+                client.images.remove(PIP_IMAGE, force=True)
     cold = statistics.median(bench.seconds["boxstrap, cold"])
     table = Table(
         "way", "median, s", "least, s", "most, s", "ratio to cold boxstrap", title="Seconds to the first model request"
