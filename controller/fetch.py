@@ -8,6 +8,7 @@ name, and what does not match it is thrown away. It refuses to list a folder of 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from inspect import signature
 from pathlib import Path
@@ -21,6 +22,10 @@ ARTIFACT_MAX = 64 * 1024 * 1024
 ARTIFACTS_TOTAL_MAX = 512 * 1024 * 1024
 """Bytes of one artifact, and of a session's together, that the host takes."""
 
+REFUSED_PAUSES_S = (0.3, 0.7, 1.5, 3.0)
+"""Between tries of what was refused. A box that is being restarted refuses in its own words; the waits are few for all
+artifacts together, since a hostile box may refuse each."""
+
 
 async def fetch_artifacts(sandbox: Sandbox, remote: str, folder: Path, collector: Collector) -> int:
     """Copy what the evidence names from the folder `remote` into `folder`; repeated, it goes on where it was interrupted.
@@ -32,11 +37,18 @@ async def fetch_artifacts(sandbox: Sandbox, remote: str, folder: Path, collector
         SandboxLost: the sandbox does not answer; what was not decided yet is left for the next call.
     """
     left = ARTIFACTS_TOTAL_MAX - sum(_size(folder / digest) for digest, decided in collector.artifacts.items() if decided)
+    pauses = iter(REFUSED_PAUSES_S)
     for digest in [digest for digest, decided in collector.artifacts.items() if not decided]:
         local = folder / digest
         try:
-            if not _is_whole(local, digest):
-                await _download(sandbox, f"{remote}/{digest}", local, max_bytes=min(left, ARTIFACT_MAX))
+            while not _is_whole(local, digest):
+                try:
+                    await _download(sandbox, f"{remote}/{digest}", local, max_bytes=min(left, ARTIFACT_MAX))
+                except OSError as error:
+                    pause = None if isinstance(error, FileNotFoundError) else next(pauses, None)
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
             left -= _size(local)
         except (OSError, EvidenceError) as error:
             collector.note("artifact_missing", f"{digest}: {str(error)[:200]}")

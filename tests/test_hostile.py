@@ -165,6 +165,21 @@ echo false > {false}; truncate -s 1T {endless}; mkfifo {fifo}; ln -s /etc/passwd
     assert sorted(missing) == sorted([false, endless, fifo, link])
 
 
+async def test_artifact_that_was_refused_for_a_moment_is_asked_for_again(tmp_path: Path, warm: Path) -> None:
+    """As a container that is being restarted does."""
+    refusals = iter([OSError("the engine refused"), OSError("the engine refused")])
+
+    def meddle(n: int, command: str) -> Output | None:
+        del n
+        if command.startswith("download") and (refusal := next(refusals, None)):
+            raise refusal
+        return None
+
+    script = "head -c 400000 /dev/zero | tr '\\0' x; echo"
+    result = await once(Meddling(warm, meddle), spec(tmp_path, "sh", "-c", script, session_id="again"))
+    assert (result.outcome, result.artifacts, result.gaps) == (Outcome.COMPLETED, 1, [])
+
+
 async def test_artifact_that_could_not_be_fetched_is_fetched_before_the_folder_goes(tmp_path: Path, warm: Path) -> None:
     """The line is cut just when the payloads should come out; closing is refused until it is back, and then they are there."""
     away = True

@@ -148,6 +148,10 @@ class Container:
             ended = bool(started) and await self._kill_now(started[0])
             fate = "It was killed." if ended else "It may still be running in the container."
             raise TimeoutError(f"The command did not end within {timeout_s:g} s. {fate}") from None
+        except Refused:
+            if trouble := await in_thread(self._look):  # the engine has many words for a container that is going
+                raise SandboxLost(trouble) from None
+            raise
         finally:
             if started and not ended:
                 forget(self._kill, started[0])
