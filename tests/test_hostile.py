@@ -96,7 +96,7 @@ w(b"no end")
 """
 
 MEASURED = """
-import asyncio, resource, sys
+import asyncio, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from test_session import once, spec
@@ -104,7 +104,8 @@ from boxstrap.controller.sandboxes.local import LocalSandbox
 out = Path(sys.argv[3])
 wanted = spec(out, sys.argv[4], "-I", "-c", sys.argv[5], session_id="flood")
 result = asyncio.run(once(LocalSandbox(out.parent / "box"), wanted))
-print(result.outcome.value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+print(result.outcome.value, int(peak.split()[1]) // 1024)  # not ru_maxrss: it outlives exec, and is what pytest had
 """
 
 
@@ -116,7 +117,7 @@ def test_flood_of_output_costs_the_host_neither_memory_nor_meaning(tmp_path: Pat
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     outcome, peak_mib = done.stdout.split()
-    assert (outcome, int(peak_mib) < 300) == ("completed", True), done.stdout
+    assert (outcome, int(peak_mib) < 200) == ("completed", True), done.stdout
     events = list(read_events(base / "out" / "evidence.ndjson"))
     texts = [event.data["text"] for event in events if event.kind == "log" and "text" in event.data]
     assert texts[:2] == ["\x1b]0;owned\x07\x1b[2J\x1b[31mred\r", "nul\0nul \ufffd\ufffd\ufffd( invalid"]
