@@ -111,7 +111,7 @@ help() {
         [--smoke MODULE]… [--lock-wait SECONDS] [--verify]" ;;
         clean) set -- 'remove runtimes, stages, locks and ended sessions' "[--json] $bx_where" ;;
         run) set -- 'start the agent of a session folder' '--session DIR [--wait | --hold | --detach] [--json]' ;;
-        tail) set -- 'print evidence from a byte offset on' '--session DIR [--from N] [--wait SECONDS] [--json]' ;;
+        tail) set -- 'print evidence from a byte offset on' '--session DIR [--from N] [--wait SECONDS | --follow SECONDS] [--json]' ;;
         status) set -- 'say where a session stands' '--session DIR [--json]' ;;
         stop) set -- 'stop a session and print its receipt' '--session DIR [--wait SECONDS] [--remove] [--json]' ;;
         relay) set -- "join the controller's exec to the session's model gateway" \

@@ -11,13 +11,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from boxstrap.controller import archives, interpreter_sources, payloads, programs, tarball
 from boxstrap.controller.cache import Cache, Entry, Reporter, key_of
 from boxstrap.controller.errors import UsageError
 from boxstrap.controller.interpreter_sources import host_arch
+from boxstrap.runner import wire
 
 ARCHITECTURES = ("x86_64", "aarch64")
 SOURCE_VARIABLE = "BOXSTRAP_INTERPRETER"
@@ -170,6 +170,10 @@ def archive(*, cache: Path | None = None, report: Reporter | None = None, packag
 
 
 def runtime_digest(interpreter: Interpreter, payload: Payload | None, archive: Archive) -> str:
-    """Name a runtime by what it is made of: sha256 (hex) over the digests, the architecture and our code."""
-    parts = ("boxstrap-runtime-1", interpreter.sha256, payload.sha256 if payload else "-", interpreter.arch, archive.sha256)
-    return sha256("".join(f"{part}\n" for part in parts).encode("ascii")).hexdigest()
+    """Name a runtime by what it is made of, as the box does."""
+    return wire.runtime_digest(
+        interpreter=interpreter.sha256,
+        payload=payload.sha256 if payload else None,
+        arch=interpreter.arch,
+        archive=archive.sha256,
+    )

@@ -25,10 +25,10 @@ from boxstrap.controller.errors import (
     SessionConflict,
     SetupFailed,
 )
-from boxstrap.controller.follower import FOLLOW_S, Follower, Streaming
-from boxstrap.controller.sandbox import ExecResult, Sandbox
+from boxstrap.controller.follower import FOLLOW_S, Follower
+from boxstrap.controller.sandbox import Conversing, ExecResult, Sandbox
 from boxstrap.runner.layout import SessionPaths
-from boxstrap.runner.wire import Answer, Code, Request, Tail, session_brand, to_json
+from boxstrap.runner.wire import STOPPED_CLAIM, Answer, Code, Request, Tail, session_brand, to_json
 
 TAIL_WAIT_S = 20.0
 TAIL_MARGIN_S = 30.0
@@ -41,8 +41,6 @@ PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.5)
 PATIENCE_S = 60.0
 """How long a box that runs may give no sensible answer: an agent can kill whatever we start, or leave no free process."""
 STOP_TRIES = 3
-STOPPED = "stopped"
-"""The claim of a session that was stopped before it began."""
 
 _QUELL = """brand=$1
 for signal in STOP STOP KILL; do
@@ -86,7 +84,7 @@ class BoxSession:
         self._collector = collector
         self._user = user
         self._held: asyncio.Task[object] | None = None
-        self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Streaming) else None
+        self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Conversing) else None
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
@@ -97,7 +95,8 @@ class BoxSession:
         """
         path = shlex.quote(self._paths.path)
         root = shlex.quote(self._paths.path.rpartition("/")[0])
-        script = f"umask 077; mkdir -p {root} && chmod 0755 {root}; mkdir -p {path}; readlink {path}/launch.claim || :"
+        claim = shlex.quote(self._paths.claim)
+        script = f"umask 077; mkdir -p {root} && chmod 0755 {root}; mkdir -p {path}; readlink {claim} || :"
         done = await self._run(script, bound_s=180)
         if done.return_code != 0:
             raise SetupFailed(
@@ -147,7 +146,7 @@ class BoxSession:
         while True:
             asked = time.monotonic()
             tail = await self._next(wait_s=min(TAIL_WAIT_S, 1.0 if self._collector.offset == 0 else TAIL_WAIT_S))
-            if tail.claim == STOPPED:
+            if tail.claim == STOPPED_CLAIM:
                 return tail
             if ours and tail.claim != digest:
                 raise SandboxLost(

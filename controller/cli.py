@@ -34,6 +34,8 @@ from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
 
 AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.by_lock() | payloads.NEEDS_NONE | programs.known())
 
+_EXITS = {UsageError: ExitStatus.USAGE, SetupFailed: ExitStatus.REFUSED, SandboxLost: ExitStatus.TRY_AGAIN}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status: the outcome's (wire.OUTCOME_EXIT), or wire.ExitStatus."""
@@ -42,18 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return int(options.call(options, console))
-    except UsageError as error:
-        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
-        return ExitStatus.USAGE
-    except SetupFailed as error:
-        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
-        return ExitStatus.REFUSED
-    except SandboxLost as error:
-        errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
-        return ExitStatus.TRY_AGAIN
     except BoxstrapError as error:
         errors.print(f"boxstrap: {error.code}: {error}", soft_wrap=True)
-        return ExitStatus.INSTALL_FAILED
+        known = (status for kind, status in _EXITS.items() if isinstance(error, kind))
+        return next(known, ExitStatus.INSTALL_FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

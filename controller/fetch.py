@@ -9,12 +9,12 @@ name, and what does not match it is thrown away. It refuses to list a folder of 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from inspect import signature
 from pathlib import Path
 
 from boxstrap.controller.collect import Collector
-from boxstrap.controller.errors import BoxstrapError, EvidenceError, SandboxLost
+from boxstrap.controller.errors import EvidenceError
+from boxstrap.controller.push import foreign
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.tarball import sha256_of
 
@@ -60,25 +60,12 @@ async def _download(sandbox: Sandbox, remote: str, local: Path, *, max_bytes: in
     part = _part_of(local)
     bounded = {"max_bytes": max_bytes} if "max_bytes" in signature(sandbox.download).parameters else {}
     try:
-        await _copied(sandbox.download(remote, part, **bounded))
+        await foreign(sandbox.download(remote, part, **bounded), files=True)
         if _size(part) > max_bytes or not _is_whole(part, local.name):
             raise EvidenceError("What lies there is something else than its name says, or more than is allowed.")
         part.replace(local)
     finally:
         part.unlink(missing_ok=True)
-
-
-async def _copied(download: Awaitable[None]) -> None:
-    """Await a download; a file that cannot be had is not taken for a sandbox that does not answer."""
-    try:
-        await download
-    except (ConnectionError, TimeoutError) as error:
-        raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {str(error)[:300]}") from error
-    except (BoxstrapError, OSError):
-        raise
-    except Exception as error:
-        # Broad on purpose: a provider may raise anything of its own; see push.foreign.
-        raise SandboxLost(f"The sandbox failed: {type(error).__name__}: {str(error)[:300]}") from error
 
 
 def _part_of(local: Path) -> Path:

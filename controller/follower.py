@@ -11,9 +11,9 @@ import asyncio
 import collections
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from boxstrap.controller.errors import BoxstrapError
+from boxstrap.controller.sandbox import Conversing
 
 FOLLOW_S = 600.0
 """After this a follower ends by itself, so that one whose controller was killed does not stay for long."""
@@ -24,30 +24,14 @@ REST_S = 5.0
 """How long plain replies do before a broken follower is started again."""
 
 
-@runtime_checkable
-class Streaming(Protocol):
-    """A sandbox that hands over a command's stdout while it runs."""
-
-    async def stream(
-        self, command: str, on_output: Callable[[bytes], None], *, user: str | int | None = None, timeout_s: float | None = None
-    ) -> int:
-        """Run a command to its end and return its exit status; what `on_output` raises ends it.
-
-        Raises:
-            SandboxLost: the sandbox is gone.
-            TimeoutError: it took longer.
-            OSError: it could not be started.
-        """
-
-
 class Follower:
     """The lines of one held command, started anew when it ended."""
 
-    def __init__(self, sandbox: Streaming, command: Callable[[], str], *, user: str | int | None) -> None:
+    def __init__(self, sandbox: Conversing, command: Callable[[], str], *, user: str | int | None) -> None:
         self._sandbox = sandbox
         self._command = command
         self._user = user
-        self._running: asyncio.Task[int] | None = None
+        self._running: asyncio.Task[None] | None = None
         self._lines: collections.deque[bytes] = collections.deque()
         self._rest = bytearray()
         self._waiting = 0
@@ -59,17 +43,16 @@ class Follower:
         if not self._lines and not self._start():
             return None
         assert self._running is not None  # noqa: S101 (started above)
-        waits = {asyncio.ensure_future(self._more.wait()), self._running}
         if not self._lines:
-            await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits - {self._running}:
-            wait.cancel()
+            more = asyncio.ensure_future(self._more.wait())
+            await asyncio.wait({more, self._running}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            more.cancel()
         if not self._lines:
             await self.close()
             self._rests_until = time.monotonic() + REST_S
             return None
         line = self._lines.popleft()
-        self._waiting -= len(line)
+        self._waiting -= len(line) + 1
         if not self._lines:
             self._more.clear()
         return line.decode("utf-8", "replace")
@@ -90,9 +73,14 @@ class Follower:
             return True
         if time.monotonic() < self._rests_until:
             return False
-        call = self._sandbox.stream(self._command(), self._take, user=self._user, timeout_s=FOLLOW_S + MARGIN_S)
-        self._running = asyncio.ensure_future(call)
+        self._running = asyncio.ensure_future(self._hold())
         return True
+
+    async def _hold(self) -> None:
+        """Take what one held command prints, to its end."""
+        async with asyncio.timeout(FOLLOW_S + MARGIN_S), self._sandbox.converse(self._command(), user=self._user) as held:
+            while chunk := await held.receive():
+                self._take(chunk)
 
     def _take(self, chunk: bytes) -> None:
         *lines, rest = chunk.split(b"\n")

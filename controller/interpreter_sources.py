@@ -30,14 +30,15 @@ UNREACHABLE_FOR_S = 900.0
 FILE = "python.tar.gz"
 
 
+def arch_of(machine: str) -> str:
+    """Name an architecture as boxes do."""
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine.lower(), machine.lower())
+
+
 def host_arch() -> str:
     """Name this machine's architecture as boxes do; a host that is no Linux runs no box's files, and says so by its name."""
-    machine = platform.machine().lower()
-    return (
-        {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
-        if sys.platform == "linux"
-        else f"{sys.platform}-{machine}"
-    )
+    machine = platform.machine()
+    return arch_of(machine) if sys.platform == "linux" else f"{sys.platform}-{machine.lower()}"
 
 
 def find(store: Cache, arch: str, wanted: str = "") -> Entry:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from boxstrap.controller import artifacts, programs
 from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.errors import BoxstrapError, InstallError, PreflightError, SandboxLost, SetupFailed
+from boxstrap.controller.interpreter_sources import arch_of
 from boxstrap.controller.phases import Phases
 from boxstrap.controller.sandbox import ExecResult, Sandbox
 from boxstrap.runner.layout import DIGEST_CHARS, RuntimePaths, push_folder
@@ -28,7 +29,6 @@ from boxstrap.runner.wire import Answer, Installed, Report
 
 PROVIDER_FAILED = 125
 SPACE_MARGIN_MIB = 64
-ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 _ANSWER = TypeAdapter(Answer)
 _Result = TypeVar("_Result")
@@ -66,14 +66,20 @@ async def run(sandbox: Sandbox, command: str, *, user: str | int | None = None, 
     return result
 
 
-async def foreign(call: Awaitable[_Result]) -> _Result:
-    """Await a sandbox's call and turn whatever its provider raises into SandboxLost."""
+async def foreign(call: Awaitable[_Result], *, files: bool = False) -> _Result:
+    """Await a sandbox's call and turn whatever its provider raises into SandboxLost.
+
+    With `files`, an OSError is passed on, unless it is a connection's: a file that cannot be had is not taken for a sandbox
+    that does not answer.
+    """
     try:
         return await call
     except (BoxstrapError, FileNotFoundError):
         raise
     except Exception as error:
         # Broad on purpose: a provider may raise anything; for us it means that the sandbox does not answer.
+        if files and isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+            raise
         raise SandboxLost(
             f"The sandbox failed: {type(error).__name__}: {str(error)[:300]}", remedy="Check that it runs."
         ) from error
@@ -108,7 +114,8 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
     """
     with phases.step("probe"):
         machine, present = await _probe(sandbox, want)
-    arch = ARCHITECTURES.get(machine, "x86_64")
+    arch = arch_of(machine)
+    arch = arch if arch in artifacts.ARCHITECTURES else "x86_64"  # the check refuses any other, and says so
     with phases.step("artifacts"):
         archive, interpreter, payload = await asyncio.to_thread(_artifacts, want, arch, phases.note)
     runtime = RuntimePaths(want.runtime_root, artifacts.runtime_digest(interpreter, payload, archive))

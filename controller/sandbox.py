@@ -49,7 +49,7 @@ class Conversation(Protocol):
 
 @runtime_checkable
 class Conversing(Protocol):
-    """A sandbox that can also hold a command's standard streams open both ways. Optional: see controller/relay.py."""
+    """A sandbox that can also hold a command's standard streams open both ways. Optional: see follower.py and relay.py."""
 
     def converse(self, command: str, *, user: str | int | None = None) -> AbstractAsyncContextManager[Conversation]:
         """Start a POSIX shell command; leaving the context lets go of it.

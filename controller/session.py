@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from boxstrap.controller import push, tools
 from boxstrap.controller.activation import snippet
-from boxstrap.controller.box import STOP_MARGIN_S, STOPPED, BoxSession
+from boxstrap.controller.box import STOP_MARGIN_S, BoxSession
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.collect import Collector, Gap
@@ -48,6 +48,7 @@ from boxstrap.controller.tool_jars import ToolJars
 from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_root, default_session_root
 from boxstrap.runner.wire import (
     SESSION_ID,
+    STOPPED_CLAIM,
     Event,
     Installed,
     Kind,
@@ -329,7 +330,7 @@ class Session:
             await box.salvage(self.spec.out / ".salvaged")
             self.collector.end(None)
             return self._conclude(error.outcome, str(error), None)
-        if tail.claim == STOPPED:
+        if tail.claim == STOPPED_CLAIM:
             return self._conclude(Outcome.CANCELLED, "it was stopped before it began", None)
         return await self._judge(tail.receipt, digest, box)
 
@@ -358,7 +359,7 @@ class Session:
         if launched:
             await box.send(request, self.spec.out / "request.json")
             if self._state is State.CLOSING:
-                return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED)
+                return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED_CLAIM)
             box.launch(bound_s=bound_s)
         async with self._relaying():
             return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
@@ -391,7 +392,7 @@ class Session:
         detail = self.result.detail
         with contextlib.suppress(EvidenceError, CleanupUnconfirmed, SetupFailed):
             tail = await box.catch_up(stop_s=stop_s)
-            if tail.claim != STOPPED:
+            if tail.claim != STOPPED_CLAIM:
                 await self._judge(tail.receipt, request_digest(self._request), box)
                 self._conclude(Outcome.SANDBOX_LOST, detail, self.result.receipt)
 

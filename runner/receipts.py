@@ -13,12 +13,12 @@ import json
 import os
 import stat
 import time
+from collections.abc import Mapping
 
 from boxstrap.runner import processes
 from boxstrap.runner.layout import SessionPaths
-from boxstrap.runner.wire import Receipt, Survivor, session_brand, to_json
+from boxstrap.runner.wire import STOPPED_CLAIM, Receipt, Survivor, session_brand, to_json
 
-STOPPED_CLAIM = "stopped"
 STARTING_BOUND_S = 15.0
 """How long a claim may stand without a supervisor before it counts as lost."""
 RECEIPT_MAX = 1024 * 1024
@@ -67,21 +67,21 @@ def process_key(value: object) -> tuple[int, int] | None:
     return None
 
 
-def supervisor_alive(session: SessionPaths) -> tuple[int, int] | None:
-    """Return the (pid, start) of the session's supervisor if that very process runs.
+def supervisor_alive(session: SessionPaths, said: Mapping[str, object] | None = None) -> tuple[int, int] | None:
+    """Return the (pid, start) of the session's supervisor if that very process runs; `said` is its introduction, if at hand.
 
     It must bear the brand, where the kernel shows any: the agent may have written the number of a stranger.
     """
-    said = introduction(session)
+    said = introduction(session) if said is None else said
     found = process_key([said.get("pid"), said.get("start")])
     if found is None or not processes.alive(*found):
         return None
     return found if not said.get("branded") or processes.brand_on(found[0]) == session_brand(session.path) else None
 
 
-def watchdog_alive(session: SessionPaths) -> tuple[int, int] | None:
-    """Return the (pid, start) of the supervisor's parent, if that runs and is a program like this one."""
-    found = process_key(introduction(session).get("watchdog"))
+def watchdog_alive(said: Mapping[str, object]) -> tuple[int, int] | None:
+    """Return the (pid, start) of the supervisor's parent as introduced, if that runs and is a program like this one."""
+    found = process_key(said.get("watchdog"))
     if found is None or not processes.alive(*found):
         return None
     with contextlib.suppress(OSError):
@@ -111,7 +111,8 @@ def state_of(session: SessionPaths) -> str:
         return "absent"
     if claim == STOPPED_CLAIM:
         return "ended"
-    if supervisor_alive(session) or watchdog_alive(session):
+    said = introduction(session)
+    if supervisor_alive(session, said) or watchdog_alive(said):
         return "running"
     if os.path.lexists(session.receipt):
         return "ended" if receipt_of(session) is not None else "lost"

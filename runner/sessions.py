@@ -22,6 +22,7 @@ from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
 from boxstrap.runner.wire import (
     REQUEST_MAX,
+    STOPPED_CLAIM,
     TAIL_CHUNK_MAX,
     Code,
     Failure,
@@ -104,7 +105,7 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
 
 def _attach(session: SessionPaths, digest: str, *, hold: bool) -> dict[str, object] | Failure:
     claim = receipts.claim_of(session)
-    if claim == receipts.STOPPED_CLAIM:
+    if claim == STOPPED_CLAIM:
         return Failure(
             code=Code.SESSION_STOPPED,
             message="This session was stopped before it was started.",
@@ -207,7 +208,7 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
     """
     if not receipts.claim_of(session):
         try:
-            os.symlink(receipts.STOPPED_CLAIM, session.claim)
+            os.symlink(STOPPED_CLAIM, session.claim)
             return {"state": "stopped"}
         except FileExistsError:
             pass
@@ -215,7 +216,7 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
             return Failure(
                 code=Code.SESSION_MISSING, message=f"{session.path}: {error.strerror}.", remedy="Check the session's folder."
             )
-    if receipts.claim_of(session) == receipts.STOPPED_CLAIM:
+    if receipts.claim_of(session) == STOPPED_CLAIM:
         return {"state": "stopped"}
     read = read_request(session)
     grace_s = 0.0 if isinstance(read, Failure) else min(read[0].grace_s, GRACE_MAX_S)
@@ -242,7 +243,8 @@ def _tell(session: SessionPaths, number: signal.Signals) -> None:
 
 
 def _let_go_on(session: SessionPaths) -> None:
-    for found in (receipts.supervisor_alive(session), receipts.watchdog_alive(session)):
+    said = receipts.introduction(session)
+    for found in (receipts.supervisor_alive(session, said), receipts.watchdog_alive(said)):
         process = processes.read(found[0]) if found else None
         if found and process is not None and process.start == found[1] and process.state == "T":
             processes.send(process, signal.SIGCONT)
@@ -278,7 +280,7 @@ def status(session: SessionPaths) -> dict[str, object] | Failure:
             message=f"There is no session at {session.path}.",
             remedy="List the session root to see which there are.",
         )
-    if receipts.state_of(session) == "lost" and receipts.claim_of(session) != receipts.STOPPED_CLAIM:
+    if receipts.state_of(session) == "lost" and receipts.claim_of(session) != STOPPED_CLAIM:
         finish.finish(session, adopted=False)
     supervisor = receipts.supervisor_alive(session)
     receipt = receipts.receipt_of(session)

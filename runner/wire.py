@@ -20,6 +20,8 @@ EVIDENCE_LINE_MAX = 256 * 1024
 """Bytes. A longer evidence line spills its payload into artifacts/ (DESIGN 10)."""
 TAIL_CHUNK_MAX = 1024 * 1024
 """Bytes of evidence that one `tail` answers with at most."""
+STOPPED_CLAIM = "stopped"
+"""The claim of a session that was stopped before it began; any other is a request's digest."""
 REQUEST_MAX = 16 * 1024 * 1024
 """Bytes of a request.json; the prompt is part of it."""
 FIRST_PAUSE_S, PAUSE_MAX_S, RETRY_AFTER_MAX_S = 0.5, 30.0, 120.0

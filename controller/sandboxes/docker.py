@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -116,33 +116,6 @@ class DockerSandbox:
         except OSError as error:  # the connection broke in a way that the SDK does not name
             return ended_badly("sandbox_lost", f"The connection to the Docker engine broke: {error}.")
         return Output(stdout=kept[STDOUT].text(), stderr=kept[STDERR].text(), return_code=code)
-
-    async def stream(
-        self,
-        command: str,
-        on_output: Callable[[bytes], None],
-        *,
-        user: str | int | None = None,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Run `/bin/sh -c command`, hand its stdout over as it comes, and give its exit status.
-
-        Raises:
-            SandboxLost: the container or the engine is gone.
-            TimeoutError: it took longer.
-            OSError: the engine could not start it, or the connection broke.
-        """
-
-        def sink(which: int, chunk: bytes) -> None:
-            if which != STDERR:
-                on_output(chunk)
-
-        try:
-            return await self._container.run(
-                lambda _: ["/bin/sh", "-c", command], sink, self._setting(user=user), timeout_s=timeout_s
-            )
-        except Refused as error:
-            raise OSError(str(error)) from error
 
     @contextlib.asynccontextmanager
     async def converse(self, command: str, *, user: str | int | None = None) -> AsyncIterator[Talk]:

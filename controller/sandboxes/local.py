@@ -17,7 +17,7 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -110,45 +110,6 @@ class LocalSandbox:
                 await asyncio.shield(process.wait())
             out.close()
             err.close()
-
-    async def stream(
-        self,
-        command: str,
-        on_output: Callable[[bytes], None],
-        *,
-        user: str | int | None = None,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Run `/bin/sh -c command`, hand its stdout over as it comes, and give its exit status.
-
-        Raises:
-            OSError: it could not be started.
-            TimeoutError: it took longer.
-            UsageError: another user was asked for.
-        """
-        self._refuse_other(user)
-        process = await asyncio.create_subprocess_exec(
-            "/bin/sh",
-            "-c",
-            command,
-            cwd=self.folder,
-            env=self._environment(None),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert process.stdout is not None  # noqa: S101 (it is a pipe)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while chunk := await process.stdout.read(_CHUNK):
-                    on_output(chunk)
-                return await process.wait()
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.shield(process.wait())
 
     @contextlib.asynccontextmanager
     async def converse(self, command: str, *, user: str | int | None = None) -> AsyncIterator[Talk]:
