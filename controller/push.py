@@ -29,6 +29,8 @@ from boxstrap.runner.wire import Answer, Installed, Report
 
 PROVIDER_FAILED = 125
 SPACE_MARGIN_MIB = 64
+KILLED_BOUND_S = 5
+"""Seconds that a killed installer's lock is waited for; after that it lives, or another does."""
 
 _ANSWER = TypeAdapter(Answer)
 _Result = TypeVar("_Result")
@@ -129,6 +131,7 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
     folder = push_folder(want.session_root, secrets.token_hex(8))
     remote = {path: posixpath.join(folder, path.name) for path in _paths(archive, interpreter, payload)}
     pushed = remote[archive.path]
+    half: RuntimePaths | None = None
     try:
         with phases.step("push archive"):
             if want.user is not None:  # uploads are made by the sandbox's own user: the folders have to be this one's
@@ -145,10 +148,12 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
         flags += ["--interpreter", remote[interpreter.path]]
         flags += ["--payload", remote[payload.path]] if payload else []
         with phases.step("install"):
+            half = runtime
             answer = answer_of(await _verb(sandbox, want, pushed, ["install", *flags]), "install")
+            half = None  # it ended by itself, and tidied up
             _raise_refusal(answer)
     finally:
-        await carry_through(_remove(sandbox, want, folder))
+        await carry_through(_remove(sandbox, want, folder, half))
     if answer.installed is None:
         raise SetupFailed("`install` answered without saying what it installed.", remedy="This is a bug of boxstrap.")
     return runtime, answer.installed
@@ -231,9 +236,16 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-async def _remove(sandbox: Sandbox, want: Want, folder: str) -> None:
-    """Take the push folder away, and the session root if nothing else is in it. A lost sandbox has nothing to tidy."""
+async def _remove(sandbox: Sandbox, want: Want, folder: str, half: RuntimePaths | None) -> None:
+    """Take the push folder away, and the session root if nothing else is in it. A lost sandbox has nothing to tidy.
+
+    Whoever cancels an installation, or waits no longer for it, may have killed it at any step: of the runtime `half`, the
+    stages go too. Who holds the lock knows that no stage belongs to anybody alive; another installer is not disturbed.
+    """
     command = f"rm -rf {shlex.quote(folder)}; rmdir {shlex.quote(want.session_root)} 2>/dev/null; :"
+    if half is not None:
+        sweep = f"flock -w {KILLED_BOUND_S} {shlex.quote(half.lock)} rm -rf"
+        command += f'; for stage in {shlex.quote(half.stages)}*; do [ ! -d "$stage" ] || {sweep} "$stage"; done; :'
     try:
         await run(sandbox, command, user=want.user)
     except SandboxLost:

@@ -65,6 +65,16 @@ class RuntimePaths:
         """Written last: every file with its size and sha256."""
         return f"{self.path}/manifest.json"
 
+    @property
+    def lock(self) -> str:
+        """Held by whoever makes it."""
+        return f"{self.root}/{LOCK}{self.digest[:DIGEST_CHARS]}"
+
+    @property
+    def stages(self) -> str:
+        """What the name of each stage of it begins with; the pid of who makes it follows."""
+        return f"{self.root}/{STAGE}{self.digest[:DIGEST_CHARS]}-"
+
 
 @dataclass(frozen=True)
 class StagePaths(RuntimePaths):
@@ -75,7 +85,7 @@ class StagePaths(RuntimePaths):
     @property
     def path(self) -> str:
         """The name until it is published."""
-        return f"{self.root}/{STAGE}{self.digest[:DIGEST_CHARS]}-{self.pid}"
+        return f"{self.stages}{self.pid}"
 
 
 @dataclass(frozen=True)
