@@ -449,7 +449,7 @@ probe_root() {
 # Returns 1 when it was not written, 2 when it did not start; bx_text says why. To be followed by unprobe.
 try_folder() {
     bx_tried=$1
-    now && bx_probe=${1%/}/.boxstrap-probe-$$-$bx_now
+    now && bx_probe=${1%/}/.boxstrap-probe-${BOXSTRAP_PROBE:-$$-$bx_now} # the controller knows it, and removes what a kill left
     stamp "$1"
     bx_text=$(write_probe 2>&1) || return 1
     bx_text=$("$bx_probe/run" 2>&1) || return 2

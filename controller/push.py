@@ -8,12 +8,13 @@ It refuses to push anything large into a box that a check has refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import posixpath
 import secrets
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,6 +32,10 @@ PROVIDER_FAILED = 125
 SPACE_MARGIN_MIB = 64
 KILLED_BOUND_S = 5
 """Seconds that a killed installer's lock is waited for; after that it lives, or another does."""
+PROBE = "BOXSTRAP_PROBE"
+"""The variable that names the folder which prelude.sh tries out writing in, wherever it does."""
+ELSEWHERE = frozenset({"/var/tmp", "/tmp", "/dev/shm"})  # noqa: S108
+"""Where prelude.sh looks, besides the roots and HOME, for a folder to propose."""
 
 _ANSWER = TypeAdapter(Answer)
 _Result = TypeVar("_Result")
@@ -124,23 +129,21 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
     flags = _install_flags(want, runtime, interpreter, payload)
     if runtime.digest[:DIGEST_CHARS] in present:
         with phases.step("reuse"):
-            answer = answer_of(await _verb(sandbox, want, runtime.archive, ["install", *flags]), "install")
+            answer = answer_of(await _verb(sandbox, want, runtime.archive, ["install", *flags], runtime), "install")
             if answer.installed is not None:
                 return runtime, answer.installed
             _raise_refusal(answer, only_report=True)
     folder = push_folder(want.session_root, secrets.token_hex(8))
     remote = {path: posixpath.join(folder, path.name) for path in _paths(archive, interpreter, payload)}
     pushed = remote[archive.path]
-    half: RuntimePaths | None = None
     try:
         with phases.step("push archive"):
             if want.user is not None:  # uploads are made by the sandbox's own user: the folders have to be this one's
                 await run(sandbox, f"mkdir -p {shlex.quote(folder)}", user=want.user)
             await foreign(sandbox.upload(archive.path, pushed))
         with phases.step("check"):
-            _raise_refusal(
-                answer_of(await _verb(sandbox, want, pushed, ["check", *_check_flags(want, interpreter, payload)]), "check")
-            )
+            words = ["check", *_check_flags(want, interpreter, payload)]
+            _raise_refusal(answer_of(await _verb(sandbox, want, pushed, words, runtime), "check"))
         with phases.step("push runtime"):
             await asyncio.gather(
                 *(foreign(sandbox.upload(path, there)) for path, there in remote.items() if path != archive.path)
@@ -148,12 +151,10 @@ async def ensure_runtime(sandbox: Sandbox, want: Want, phases: Phases) -> tuple[
         flags += ["--interpreter", remote[interpreter.path]]
         flags += ["--payload", remote[payload.path]] if payload else []
         with phases.step("install"):
-            half = runtime
-            answer = answer_of(await _verb(sandbox, want, pushed, ["install", *flags]), "install")
-            half = None  # it ended by itself, and tidied up
+            answer = answer_of(await _verb(sandbox, want, pushed, ["install", *flags], runtime), "install")
             _raise_refusal(answer)
     finally:
-        await carry_through(_remove(sandbox, want, folder, half))
+        await carry_through(_remove(sandbox, want, folder))
     if answer.installed is None:
         raise SetupFailed("`install` answered without saying what it installed.", remedy="This is a bug of boxstrap.")
     return runtime, answer.installed
@@ -187,8 +188,31 @@ async def _probe(sandbox: Sandbox, want: Want) -> tuple[str, set[str]]:
     return machine.strip(), {posixpath.basename(posixpath.dirname(line)) for line in manifests if line}
 
 
-async def _verb(sandbox: Sandbox, want: Want, archive: str, words: Sequence[str]) -> ExecResult:
-    return await run(sandbox, shlex.join(["sh", archive, words[0], "--json", *words[1:]]), user=want.user)
+async def _verb(sandbox: Sandbox, want: Want, archive: str, words: Sequence[str], runtime: RuntimePaths) -> ExecResult:
+    """Run `check` or `install`, and take away what it leaves if it is killed: whoever waits no longer may have done that."""
+    token = secrets.token_hex(8)
+    command = f"{PROBE}={token} {shlex.join(['sh', archive, words[0], '--json', *words[1:]])}"
+    try:
+        return await run(sandbox, command, user=want.user)
+    except BaseException:
+        await carry_through(_sweep(sandbox, want, runtime, token))
+        raise
+
+
+async def _sweep(sandbox: Sandbox, want: Want, runtime: RuntimePaths, token: str) -> None:
+    """Take away the probe of one check, and the stages of a runtime: who holds its lock knows that nobody alive has one.
+
+    Another installer is not disturbed. A lost sandbox has nothing to tidy.
+    """
+    folders = {str(folder) for root in (want.runtime_root, want.session_root) for folder in PurePosixPath(root, "_").parents}
+    probes = shlex.join(f"{folder.rstrip('/')}/.boxstrap-probe-{token}" for folder in sorted(folders | ELSEWHERE))
+    command = f"""rm -rf {probes} "${{HOME-}}/.boxstrap-probe-{token}"
+for stage in {shlex.quote(runtime.stages)}*; do
+    [ ! -d "$stage" ] || flock -w {KILLED_BOUND_S} {shlex.quote(runtime.lock)} rm -rf "$stage"
+done
+:"""
+    with contextlib.suppress(SandboxLost):
+        await run(sandbox, command, user=want.user)
 
 
 def _check_flags(want: Want, interpreter: artifacts.Interpreter, payload: artifacts.Payload | None) -> list[str]:
@@ -236,17 +260,8 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-async def _remove(sandbox: Sandbox, want: Want, folder: str, half: RuntimePaths | None) -> None:
-    """Take the push folder away, and the session root if nothing else is in it. A lost sandbox has nothing to tidy.
-
-    Whoever cancels an installation, or waits no longer for it, may have killed it at any step: of the runtime `half`, the
-    stages go too. Who holds the lock knows that no stage belongs to anybody alive; another installer is not disturbed.
-    """
-    command = f"rm -rf {shlex.quote(folder)}; rmdir {shlex.quote(want.session_root)} 2>/dev/null; :"
-    if half is not None:
-        sweep = f"flock -w {KILLED_BOUND_S} {shlex.quote(half.lock)} rm -rf"
-        command += f'; for stage in {shlex.quote(half.stages)}*; do [ ! -d "$stage" ] || {sweep} "$stage"; done; :'
-    try:
+async def _remove(sandbox: Sandbox, want: Want, folder: str) -> None:
+    """Take the push folder away, and the session root if nothing else is in it. A lost sandbox has nothing to tidy."""
+    with contextlib.suppress(SandboxLost):
+        command = f"rm -rf {shlex.quote(folder)}; rmdir {shlex.quote(want.session_root)} 2>/dev/null; :"
         await run(sandbox, command, user=want.user)
-    except SandboxLost:
-        return
