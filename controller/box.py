@@ -83,11 +83,46 @@ class BoxSession:
         self._archive = archive
         self._collector = collector
         self._user = user
-        self._held: asyncio.Task[object] | None = None
+        self._held: list[asyncio.Future[object]] = []
+        self._warm = False
+        """Whether something waits in the box, or may, that this side has started."""
         self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Conversing) else None
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
+
+        Raises:
+            SetupFailed, SandboxLost: see _make.
+        """
+        return await self._make(self._paths.claim)
+
+    async def prewarm(self, request: Request, local: Path, *, bound_s: float) -> None:
+        """Start what needs no prompt, and let it wait for `launch`, unless the session has begun or something waits already.
+
+        Raises:
+            SetupFailed, SandboxLost: see _make.
+        """
+        if not await self._make(self._paths.claim, self._paths.warm):
+            self._warm = True
+            _write_privately(local, to_json(request))
+            await self.steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.prewarm)))
+            self._hold(["run", "--prewarm"], bound_s=bound_s)
+
+    async def cool_down(self, *, bound_s: float, keep: bool) -> None:
+        """Undo `prewarm` where no request came, as far as it got.
+
+        Raises:
+            CleanupUnconfirmed, SandboxLost: see remove.
+        """
+        if self._warm:
+            await self.remove(bound_s=bound_s, keep=keep)
+            await self.release()
+        else:  # the folder is another one's, or empty
+            path = shlex.quote(self._paths.path)
+            await self._run(f'rmdir {path} "$(dirname {path})" 2>/dev/null; :', bound_s=bound_s)
+
+    async def _make(self, *links: str) -> str:
+        """Make the session's folder, and say where the first of some links in it leads that is there.
 
         Raises:
             SetupFailed: the folder could not be made.
@@ -95,8 +130,8 @@ class BoxSession:
         """
         path = shlex.quote(self._paths.path)
         root = shlex.quote(self._paths.path.rpartition("/")[0])
-        claim = shlex.quote(self._paths.claim)
-        script = f"umask 077; mkdir -p {root} && chmod 0755 {root}; mkdir -p {path}; readlink {claim} || :"
+        reads = " || ".join(f"readlink {shlex.quote(link)}" for link in links)
+        script = f"umask 077; mkdir -p {root} && chmod 0755 {root}; mkdir -p {path}; {reads} || :"
         done = await self._run(script, bound_s=180)
         if done.return_code != 0:
             raise SetupFailed(
@@ -111,25 +146,28 @@ class BoxSession:
 
     def launch(self, *, bound_s: float) -> None:
         """Start the runner in the box. Its exec stays open where the sandbox offers no detached one: see runner.sessions."""
-        command = self._command(["run", "--hold"])
+        self._hold(["run", "--hold"], bound_s=bound_s)
+
+    def _hold(self, words: list[str], *, bound_s: float) -> None:
+        command = self._command(words)
         spawn = getattr(self._sandbox, "spawn", None)
         call = (
             spawn(command, user=self._user)
             if spawn is not None
             else self._sandbox.exec(command, timeout_s=bound_s, user=self._user)
         )
-        self._held = asyncio.ensure_future(call)
+        self._held.append(asyncio.ensure_future(call))
 
     async def release(self) -> None:
         """Let the execs go that held the runner and followed it: the runner has ended, or never will."""
         if self._follower is not None:
             await self._follower.close()
-        if self._held is not None:
-            done, _ = await asyncio.wait({self._held}, timeout=HELD_BOUND_S)
-            if not done:
-                self._held.cancel()
-            await asyncio.gather(self._held, return_exceptions=True)
-            self._held = None
+        if self._held:
+            _, pending = await asyncio.wait(self._held, timeout=HELD_BOUND_S)
+            for held in pending:
+                held.cancel()
+            await asyncio.gather(*self._held, return_exceptions=True)
+            self._held.clear()
 
     async def follow(self, digest: str, *, bound_s: float, launched: bool, stop_s: float) -> Tail:
         """Tail until the session's state is final, or until it was stopped before it began.

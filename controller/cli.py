@@ -166,6 +166,7 @@ def _spec(options: argparse.Namespace, session_id: str) -> SessionSpec:
         program=_program(options),
         budgets=budgets,
         keep=options.keep,
+        prewarm=False,  # the prompt is here
         loopback_ok=options.loopback_ok,
         allow_credentials=options.allow_credentials,
         user=options.user,

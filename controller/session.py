@@ -31,6 +31,7 @@ from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.collect import Collector, Gap
 from boxstrap.controller.credentials import refuse_credentials
 from boxstrap.controller.errors import (
+    BoxstrapError,
     CleanupUnconfirmed,
     EvidenceError,
     SandboxLost,
@@ -49,6 +50,7 @@ from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_r
 from boxstrap.runner.wire import (
     SESSION_ID,
     STOPPED_CLAIM,
+    WARM_MAX_S,
     Event,
     Installed,
     Kind,
@@ -59,6 +61,7 @@ from boxstrap.runner.wire import (
     Tail,
     ToolAccess,
     outcome_of,
+    prewarm_of,
     request_digest,
 )
 
@@ -89,8 +92,9 @@ class SessionSpec:
     `upstream` is "direct" (the box reaches `model.url`) or "relay" (this process makes the calls: the box needs no network, and
     the model's URL and headers never enter it).
     `out` is the host's folder for this session; the same `session_id` and `out` attach after a restart. `loopback_ok`
-    says that the box shares the network in which a loopback URL is meant. `allow_credentials` lets a request carry what
-    looks like a provider's key. `program` says which program is meant where the agent is one. `activation` is a
+    says that the box shares the network in which a loopback URL is meant. `prewarm`: `open` starts in the box what needs no
+    prompt (the gateway, the agent's imports), and `invoke` hands its request over to that. `allow_credentials` lets a request
+    carry what looks like a provider's key. `program` says which program is meant where the agent is one. `activation` is a
     preset of activation.py or a bash snippet. `keep` leaves the session's folder in the box for whoever wants to look.
     """
 
@@ -110,6 +114,7 @@ class SessionSpec:
     allow_credentials: bool = False
     user: str | int | None = None
     keep: bool = False
+    prewarm: bool = True
     activation: str = ""
     env: dict[str, str] = field(default_factory=dict)
     argv: list[str] = field(default_factory=list)
@@ -200,6 +205,7 @@ class Session:
         self.runtime: RuntimePaths | None = None
         self.installed: Installed | None = None
         self._request: Request | None = None
+        self._warming: asyncio.Task[None] | None = None
         self._running: asyncio.Task[Result] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._state = State.NEW
@@ -248,6 +254,22 @@ class Session:
             if self._state is State.OPENING:
                 self._state = State.NEW
         self._box = BoxSession(self._sandbox, self.paths, self.runtime.archive, self.collector, user=spec.user)
+        if spec.prewarm:
+            self._warming = asyncio.create_task(self._prewarm(self._box))
+
+    async def _prewarm(self, box: BoxSession) -> None:
+        """Start early what needs no prompt. It only makes things fast: whatever goes wrong, `invoke` comes to it too."""
+        request = prewarm_of(self.spec.request(""))
+        with contextlib.suppress(BoxstrapError, OSError):
+            if not self.spec.allow_credentials:
+                refuse_credentials(request)
+            await box.prewarm(request, self.spec.out / "prewarm.json", bound_s=self._bound_s(request) + WARM_MAX_S)
+
+    async def _stop_warming(self) -> None:
+        """What has not been started by now is not worth waiting for; what was, is in the box."""
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
 
     async def invoke(self, request: Request) -> Result:
         """Run the agent once and return how it ended; an identical request joins the activation that runs or ran.
@@ -291,6 +313,10 @@ class Session:
 
     async def _close(self) -> None:
         box, running = self._box, self._running
+        await self._stop_warming()
+        if box is not None and running is None and self._warming is not None:
+            with self.phases.step("close"):
+                await box.cool_down(bound_s=float(self.spec.budgets.stop_s), keep=self.spec.keep)
         if box is not None and running is not None and not (running.done() and self._foreign):
             with self.phases.step("close"):
                 stop_s = float(self.spec.budgets.stop_s)
@@ -354,7 +380,8 @@ class Session:
         return self._conclude(outcome_of(receipt), receipt.detail, receipt)
 
     async def _run_to_end(self, request: Request, digest: str, box: BoxSession) -> Tail:
-        bound_s = request.deadline_s + request.grace_s + STOP_MARGIN_S
+        await self._stop_warming()
+        bound_s = self._bound_s(request)
         launched = not await box.claim()
         if launched:
             await box.send(request, self.spec.out / "request.json")
@@ -363,6 +390,10 @@ class Session:
             box.launch(bound_s=bound_s)
         async with self._relaying():
             return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+
+    @staticmethod
+    def _bound_s(request: Request) -> float:
+        return request.deadline_s + request.grace_s + STOP_MARGIN_S
 
     @asynccontextmanager
     async def _relaying(self) -> AsyncIterator[None]:

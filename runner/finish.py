@@ -85,7 +85,7 @@ def finish(session: SessionPaths, *, adopted: bool) -> Receipt:
 
     def find() -> list[processes.Process]:
         nonlocal reaped
-        reaped += _reap_all() if adopted else 0
+        reaped += reap_all() if adopted else 0
         return left_of(session, below=(os.getpid(),) if adopted else ())
 
     with locked(session):
@@ -120,11 +120,18 @@ def left_of(session: SessionPaths, *, below: tuple[int, ...] = ()) -> list[proce
     return [process for process in found if not process.dead]
 
 
+def below_this() -> list[processes.Process]:
+    """List what runs below this process, and reap the rest. Not by a session's signs: another activation may bear them."""
+    reap_all()
+    return [process for process in processes.descendants((os.getpid(),), processes.every()) if not process.dead]
+
+
 def _is_of(receipt: Receipt, session: SessionPaths) -> bool:
     return receipt.session_id == os.path.basename(session.path) and receipt.request_digest == claim_of(session)
 
 
-def _reap_all() -> int:
+def reap_all() -> int:
+    """Reap what is dead of this process's children; return how many."""
     reaped = 0
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

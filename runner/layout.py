@@ -116,6 +116,8 @@ _SESSION_MEMBERS = {
     "agent_err": "agent.err",
     "agent_env": "agent.env",
     "claim": "launch.claim",
+    "prewarm": "prewarm.json",
+    "warm": "warm",
     "supervisor": "supervisor.json",
     "supervisor_log": "supervisor.log",
     "stop": "stop",

@@ -24,6 +24,8 @@ STARTING_BOUND_S = 15.0
 RECEIPT_MAX = 1024 * 1024
 RESERVE = 512 * 1024
 """Bytes of disk that are kept for the last events and the receipt."""
+RUNS = b"+"
+"""What a supervisor that has waited says on `tell` when it takes a request: from then on a receipt is owed."""
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """How a file of the session folder is opened: the agent may have put a link or a FIFO in its place."""
 
@@ -82,12 +84,14 @@ def supervisor_alive(session: SessionPaths, said: Mapping[str, object] | None = 
 def watchdog_alive(said: Mapping[str, object]) -> tuple[int, int] | None:
     """Return the (pid, start) of the supervisor's parent as introduced, if that runs and is a program like this one."""
     found = process_key(said.get("watchdog"))
-    if found is None or not processes.alive(*found):
-        return None
+    return found if found is not None and is_like_this(*found) else None
+
+
+def is_like_this(pid: int, start: int) -> bool:
+    """Whether that very process runs, and is a program like this one: the agent may have named any other."""
     with contextlib.suppress(OSError):
-        if os.path.samefile(f"/proc/{found[0]}/exe", "/proc/self/exe"):
-            return found
-    return None
+        return processes.alive(pid, start) and os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    return False
 
 
 def receipt_of(session: SessionPaths) -> Receipt | None:
@@ -116,7 +120,7 @@ def state_of(session: SessionPaths) -> str:
         return "running"
     if os.path.lexists(session.receipt):
         return "ended" if receipt_of(session) is not None else "lost"
-    if os.path.lexists(session.supervisor):
+    if os.path.lexists(session.supervisor) and said.get("claim") != "":  # one that only waited leaves it to who claimed
         return "lost"
     with contextlib.suppress(OSError):
         if time.time() - os.lstat(session.claim).st_mtime < STARTING_BOUND_S:
@@ -124,8 +128,11 @@ def state_of(session: SessionPaths) -> str:
     return "lost"
 
 
-def introduce(session: SessionPaths, *, agent: str, watchdog: processes.Process | None, branded: bool) -> None:
-    """Say in supervisor.json who supervises, and what ran before; keep some disk for the last words."""
+def introduce(session: SessionPaths, claim: str, *, agent: str, watchdog: processes.Process | None, branded: bool) -> None:
+    """Say in supervisor.json who supervises, and what ran before; keep some disk for the last words.
+
+    `claim` is the request that it runs, or "" for as long as it waits for one (warm.py).
+    """
     with contextlib.suppress(OSError):
         fd = os.open(session.reserve, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -137,6 +144,7 @@ def introduce(session: SessionPaths, *, agent: str, watchdog: processes.Process 
     said = {
         "pid": me.pid,
         "start": me.start,
+        "claim": claim,
         "agent": agent,
         "branded": branded,
         "watchdog": None if watchdog is None else watchdog.key,

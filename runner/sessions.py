@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from boxstrap.runner import environment, finish, processes, receipts, watchdog
+from boxstrap.runner import environment, finish, processes, receipts, warm, watchdog
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
 from boxstrap.runner.wire import (
     REQUEST_MAX,
     STOPPED_CLAIM,
     TAIL_CHUNK_MAX,
+    WARM_MAX_S,
     Code,
     Failure,
     Receipt,
@@ -40,13 +41,14 @@ GRACE_MAX_S = 60.0
 """What of the request's grace a stop waits for: the agent may have written another request there."""
 
 
-def read_request(session: SessionPaths) -> tuple[Request, str] | Failure:
-    """Read request.json and compute its digest, or say what is wrong with it."""
-    remedy = "Put a request.json of this version into the session folder, or open the session anew."
+def read_request(session: SessionPaths, *, prewarm: bool = False) -> tuple[Request, str] | Failure:
+    """Read request.json, or prewarm.json, and compute its digest, or say what is wrong with it."""
+    path = session.prewarm if prewarm else session.request
+    remedy = f"Put a {os.path.basename(path)} of this version into the session folder, or open the session anew."
     try:
-        raw = receipts.read_file(session.request, REQUEST_MAX)
+        raw = receipts.read_file(path, REQUEST_MAX)
     except OSError as error:
-        return Failure(code=Code.SESSION_MISSING, message=f"{session.request}: {error.strerror}.", remedy=remedy)
+        return Failure(code=Code.SESSION_MISSING, message=f"{path}: {error.strerror}.", remedy=remedy)
     try:
         request = request_from(raw)
     except (ValueError, RecursionError) as error:
@@ -63,19 +65,10 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
         hold: stay as the supervisor's parent until it is done. The parent adopts and finishes if the supervisor is
             killed; a child of PID 1 would stay a zombie in the many boxes whose PID 1 does not wait.
     """
-    read = read_request(session)
+    read = _ready(session)
     if isinstance(read, Failure):
         return read
     request, digest = read
-    with contextlib.suppress(OSError):
-        os.chmod(session.path, 0o700)
-        os.chmod(session.request, 0o600)
-    if not os.path.isdir(request.workdir):
-        return Failure(
-            code=Code.WORKDIR_MISSING,
-            message=f"The workdir {request.workdir} is not a folder here.",
-            remedy="Give the folder that holds the task's repo with --workdir.",
-        )
     try:
         os.symlink(digest, session.claim)
     except FileExistsError:
@@ -86,6 +79,8 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
             message=f"{session.claim}: {error.strerror}.",
             remedy="Give a --session-root that is writable.",
         )
+    if warm.taken(session, digest):
+        return _attach(session, digest, hold=False)
     if not hold and os.fork() != 0:
         return _started(session)
     if not hold:
@@ -101,6 +96,42 @@ def launch(session: SessionPaths, runtime: RuntimePaths, *, hold: bool) -> dict[
     if not hold:
         os._exit(0)
     return {"state": "ended", "attached": False}
+
+
+def prewarm(session: SessionPaths, runtime: RuntimePaths) -> dict[str, object] | Failure:
+    """Start a supervisor that waits for the request of a session that is open, and be its parent until it is done.
+
+    It starts everything that prewarm.json, the request without its prompt, is enough for; whoever launches hands over to it.
+    """
+    read = _ready(session, prewarm=True)
+    if isinstance(read, Failure):
+        return read
+    if not warm.offer(session):
+        return {"state": receipts.state_of(session), "attached": True}
+    watchdog.guard(
+        read[0],
+        session,
+        lambda tell, me: supervise(read[0], "", session, runtime, environment.initial(), watchdog=me, tell=tell),
+        waits_s=WARM_MAX_S,
+    )
+    return {"state": receipts.state_of(session), "attached": False}
+
+
+def _ready(session: SessionPaths, *, prewarm: bool = False) -> tuple[Request, str] | Failure:
+    """Read what is to be run, keep it private, and see that its workdir is there."""
+    read = read_request(session, prewarm=prewarm)
+    if isinstance(read, Failure):
+        return read
+    with contextlib.suppress(OSError):
+        os.chmod(session.path, 0o700)
+        os.chmod(session.prewarm if prewarm else session.request, 0o600)
+    if not os.path.isdir(read[0].workdir):
+        return Failure(
+            code=Code.WORKDIR_MISSING,
+            message=f"The workdir {read[0].workdir} is not a folder here.",
+            remedy="Give the folder that holds the task's repo with --workdir.",
+        )
+    return read
 
 
 def _attach(session: SessionPaths, digest: str, *, hold: bool) -> dict[str, object] | Failure:
@@ -209,7 +240,6 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
     if not receipts.claim_of(session):
         try:
             os.symlink(STOPPED_CLAIM, session.claim)
-            return {"state": "stopped"}
         except FileExistsError:
             pass
         except OSError as error:
@@ -217,6 +247,8 @@ def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dic
                 code=Code.SESSION_MISSING, message=f"{session.path}: {error.strerror}.", remedy="Check the session's folder."
             )
     if receipts.claim_of(session) == STOPPED_CLAIM:
+        if os.path.lexists(session.warm):
+            warm.dismiss(session)
         return {"state": "stopped"}
     read = read_request(session)
     grace_s = 0.0 if isinstance(read, Failure) else min(read[0].grace_s, GRACE_MAX_S)
@@ -285,7 +317,7 @@ def status(session: SessionPaths) -> dict[str, object] | Failure:
     supervisor = receipts.supervisor_alive(session)
     receipt = receipts.receipt_of(session)
     return {
-        "state": receipts.state_of(session),
+        "state": "warm" if warm.waits(session) else receipts.state_of(session),
         "claim": receipts.claim_of(session),
         "supervisor_pid": supervisor[0] if supervisor else None,
         "processes": [{"pid": process.pid, "name": process.name} for process in finish.left_of(session)],

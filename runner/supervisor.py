@@ -8,19 +8,22 @@ session ended while one of its processes is left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
-from boxstrap.runner import agents, cgroups, environment, finish, processes, receipts
+from boxstrap.runner import agents, cgroups, environment, finish, processes, receipts, warm
 from boxstrap.runner.evidence import EvidenceLog, plain
 from boxstrap.runner.gateway_process import GatewayProcess
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
@@ -35,7 +38,7 @@ DRAIN_BOUND_S = 2.0
 
 
 class Supervisor:
-    """One run of one agent, from launch to receipt."""
+    """One run of one agent, from launch to receipt. Without a digest it waits for its request: `request` is a prewarm then."""
 
     def __init__(
         self,
@@ -45,15 +48,17 @@ class Supervisor:
         runtime: RuntimePaths,
         environ: Mapping[str, str],
         *,
+        introduce: Callable[[str], None],
         tell: int = -1,
     ) -> None:
+        self._introduce = introduce
         self._tell = tell
         self._request = request
         self._digest = digest
         self._session = session
         self._runtime = runtime
         self._environ = environ
-        self._log = EvidenceLog(session.evidence, session.artifacts)
+        self._log: EvidenceLog
         self._selector = selectors.DefaultSelector()
         self._agent_pid = 0
         self._agent_status: int | None = None
@@ -65,10 +70,19 @@ class Supervisor:
         self._reaped, self._cpu, self._peak = 0, 0.0, 0
         self._parser: agents.Parser | None = None
         self._gateway: GatewayProcess | None = None
+        self._agent: agents.Agent | None = None
+        self._env: dict[str, str] = {}
+        self._prepared_s = 0.0
+        self._argv: list[str] = []
+        self._pumps: list[Pump] = []
+        self._go = -1
 
-    def run(self) -> Receipt:
-        """Run the agent to its end and return the receipt that was written."""
+    def run(self) -> Receipt | None:
+        """Run the agent to its end and return the receipt that was written; None when no request came."""
         self._wake_on_signals()
+        if not self._digest and not self._warm_up():
+            return None
+        self._log = EvidenceLog(self._session.evidence, self._session.artifacts)
         oom_before = cgroups.oom_kills()
         started = time.time()
         pumps: list[Pump] = []
@@ -102,30 +116,85 @@ class Supervisor:
     def _on_term(self, *_: object) -> None:
         self._stopping = True
 
+    def _warm_up(self) -> bool:
+        """Start what needs no prompt, and take the request that comes; False when none does: then nothing is left running."""
+        taken = None
+        with contextlib.suppress(ValueError, OSError):  # whoever launches comes to the same, and says so
+            if getattr(self._prepare(), "WAITS", False):
+                self._spawn(waits=True)
+            taken = warm.claimed(self._session, self._request, self._called_off)
+        if taken is None:
+            finish.kill_all(finish.below_this)
+            return False
+        self._request, self._digest = taken
+        self._introduce(self._digest)
+        os.write(self._tell, receipts.RUNS)
+        if self._go >= 0:
+            with contextlib.suppress(OSError):  # it has ended meanwhile, and what that means is judged as ever
+                os.write(self._go, environment.GO)
+            os.close(self._go)
+        return True
+
+    def _called_off(self, wait_s: float) -> bool:
+        select.select([self._wake_reader], [], [], wait_s)
+        while self._take_wakeups():
+            continue
+        return self._stopping or os.path.lexists(self._session.stop)
+
     def _start(self) -> list[Pump]:
-        """Make the environment, launch the agent, wire its pipes.
+        """Make the environment and launch the agent, unless that was done before, and say so.
 
         Raises:
             ValueError: the request's options or its activation snippet do not work.
             OSError: the program or the workdir cannot be used.
         """
+        request = self._request
+        if self._agent is None:
+            self._prepare()
+        if not self._agent_pid:
+            self._spawn()
+        if request.model is not None:
+            self._log.append(Kind.LOG, {"stream": "boxstrap", "text": _patience(request.model)})
+        self._log.append(Kind.PHASE, {"name": "environment", "seconds": self._prepared_s})
+        self._log.append(
+            Kind.AGENT_STARTED,
+            {"agent": request.agent, "pid": self._agent_pid, "argv": plain(self._argv), "workdir": plain(request.workdir)},
+        )
+        for pump in self._pumps:
+            self._selector.register(pump.fd, selectors.EVENT_READ, pump)
+        if self._gateway is not None:
+            self._gateway.on_begin = lambda: self._take_now(self._pumps)
+        return self._pumps
+
+    def _prepare(self) -> agents.Agent:
+        """Make the environment, and start the gateway."""
         request, session = self._request, self._session
         begun = time.monotonic()
         agent = agents.get(request.agent)
         task = environment.task_environment(self._environ, request.activation)
         environment.prepare_home(task, request, session)
-        env = environment.agent_environment(task, request, session)
+        self._env = environment.agent_environment(task, request, session)
         if request.model is not None:
-            self._gateway = GatewayProcess(request, request.model, session, task, self._log.append)
+            self._gateway = GatewayProcess(request, request.model, session, task, self._append)
             self._selector.register(self._gateway.pump.fd, selectors.EVENT_READ, self._gateway.pump)
-            self._log.append(Kind.LOG, {"stream": "boxstrap", "text": _patience(request.model)})
+        self._prepared_s = round(time.monotonic() - begun, 4)
+        self._agent = agent
+        return agent
+
+    def _append(self, kind: Kind, data: Mapping[str, object]) -> None:
+        self._log.append(kind, data)
+
+    def _spawn(self, *, waits: bool = False) -> None:
+        """Launch the agent and wire its pipes. One that waits does so at its standard input."""
+        assert self._agent is not None  # noqa: S101 (prepared before)
+        request, session, env = self._request, self._session, dict(self._env)
+        if self._gateway is not None:
             request = replace(request, model=self._gateway.model)
-        launch = agent.launch(request, session, self._runtime)
+        launch = self._agent.launch(request, session, self._runtime)
         env |= launch.env
         environment.save(session, env)
         if launch.interpreter:
             environment.hide_loader_variables(env)
-        self._log.append(Kind.PHASE, {"name": "environment", "seconds": round(time.monotonic() - begun, 4)})
         out, out_child = os.pipe()
         err, err_child = os.pipe()
         events, events_child = os.pipe()
@@ -136,7 +205,11 @@ class Supervisor:
             env[environment.SESSION_DIR] = session.path
         stdin = -1
         try:
-            stdin = os.open(launch.stdin, os.O_RDONLY)
+            if waits:
+                stdin, self._go = os.pipe()
+                env[environment.WAITS] = "1"
+            else:
+                stdin = os.open(launch.stdin, os.O_RDONLY)
             child = subprocess.Popen(
                 launch.argv,
                 cwd=request.workdir,
@@ -156,20 +229,12 @@ class Supervisor:
                 os.close(fd)
         self._agent_pid = child.pid
         child.returncode = 0  # this loop reaps it; Popen must not try
-        self._log.append(
-            Kind.AGENT_STARTED,
-            {"agent": request.agent, "pid": child.pid, "argv": plain(launch.argv), "workdir": plain(request.workdir)},
-        )
-        pumps = [
+        self._argv = launch.argv
+        self._pumps = [
             Pump(out, path=session.agent_out, on_line=None if by_fd else self._on_stdout),
             Pump(err, path=session.agent_err, on_line=None),
             Pump(events, path=None, on_line=self._on_event if by_fd else None),
         ]
-        for pump in pumps:
-            self._selector.register(pump.fd, selectors.EVENT_READ, pump)
-        if self._gateway is not None:
-            self._gateway.on_begin = lambda: self._take_now(pumps)
-        return pumps
 
     def _take_now(self, pumps: list[Pump]) -> None:
         """Read what the agent's pipes hold at this moment; their end is left to the loop."""
@@ -422,8 +487,9 @@ def supervise(
     os.close(null)
     os.close(log)
     branded = processes.take_brand(session_brand(session.path))
-    receipts.introduce(session, agent=request.agent, watchdog=watchdog, branded=branded)
-    Supervisor(request, digest, session, runtime, environ, tell=tell).run()
+    introduce = partial(receipts.introduce, session, agent=request.agent, watchdog=watchdog, branded=branded)
+    introduce(digest)
+    Supervisor(request, digest, session, runtime, environ, introduce=introduce, tell=tell).run()
     sys.stdout.flush()
     return 0
 

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
             how.add_argument("--wait", action="store_true", help="wait and exit with the outcome's status (the default)")
             how.add_argument("--hold", action="store_true", help="stay as the supervisor's parent; exit 0 at its end")
             how.add_argument("--detach", action="store_true", help="return as soon as it has started")
+            how.add_argument("--prewarm", action="store_true", help="start what prewarm.json is enough for, and wait for `run`")
         elif name == "tail":
             verb.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="byte offset (default 0)")
             verb.add_argument("--wait", type=float, default=0.0, metavar="S", help="seconds to wait for more (default 0)")
@@ -87,6 +88,8 @@ def _say(options: argparse.Namespace, answer: dict[str, object] | Failure, statu
 def _run(options: argparse.Namespace, session: SessionPaths) -> int:
     home = os.path.dirname(os.path.dirname(os.path.dirname(sys.executable)))
     runtime = RuntimePaths(os.path.dirname(home), os.path.basename(home))
+    if options.prewarm:
+        return _say(options, sessions.prewarm(session, runtime))
     answer = sessions.launch(session, runtime, hold=not options.detach)
     receipt = receipt_of(session)
     if isinstance(answer, Failure) or receipt is None or options.detach or options.hold:

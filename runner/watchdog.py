@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from boxstrap.runner import finish, processes, receipts
+from boxstrap.runner import finish, processes, receipts, warm
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Request
 
@@ -23,13 +23,16 @@ MARGIN_S = 90.0
 """What the supervisor may take on top of deadline, grace and kill: activation, draining, a slow disk."""
 
 
-def guard(request: Request, session: SessionPaths, supervise: Callable[[int, processes.Process | None], int]) -> None:
+def guard(
+    request: Request, session: SessionPaths, supervise: Callable[[int, processes.Process | None], int], *, waits_s: float = 0.0
+) -> None:
     """Run `supervise` in a child until its receipt is there, or make one.
 
     Args:
         request: what the child runs.
         session: its folder.
         supervise: takes the descriptor to vouch on (see receipts.write_receipt) and this process; gives an exit status.
+        waits_s: how long the child may wait for its request (warm.py). When it ran none, there is nothing to tell.
     """
     processes.become_subreaper()
     me = processes.read(os.getpid())
@@ -42,9 +45,13 @@ def guard(request: Request, session: SessionPaths, supervise: Callable[[int, pro
         os._exit(_say(lambda: supervise(tell, me)))
     os.close(tell)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _wait(child, bound_s=request.deadline_s + request.grace_s + finish.KILL_BOUND_S + MARGIN_S)
+    _wait(child, bound_s=waits_s + request.deadline_s + request.grace_s + finish.KILL_BOUND_S + MARGIN_S)
     os.set_blocking(told, False)
-    if not _vouched(told, session):
+    said = _all_of(told)
+    if waits_s and not said.startswith(receipts.RUNS):
+        finish.kill_all(finish.below_this)
+        warm.withdraw(session)
+    elif not _vouched(said.removeprefix(receipts.RUNS), session):
         finish.finish(session, adopted=True)
     os.close(told)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -73,10 +80,16 @@ def _wait(child: int, *, bound_s: float) -> None:
         signal.sigtimedwait({signal.SIGCHLD}, max(1.0, min(left, 3600.0)))
 
 
-def _vouched(told: int, session: SessionPaths) -> bool:
+def _all_of(told: int) -> bytes:
+    try:
+        return os.read(told, 4096)
+    except OSError:
+        return b""
+
+
+def _vouched(digest: bytes, session: SessionPaths) -> bool:
     """Whether the receipt that lies there is the one that the supervisor wrote."""
     try:
-        digest = os.read(told, 64)
         with open(os.open(session.receipt, receipts.READ_FLAGS), "rb") as file:
             return hashlib.sha256(file.read(receipts.RECEIPT_MAX)).hexdigest().encode() == digest
     except OSError:

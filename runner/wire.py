@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ TAIL_CHUNK_MAX = 1024 * 1024
 """Bytes of evidence that one `tail` answers with at most."""
 STOPPED_CLAIM = "stopped"
 """The claim of a session that was stopped before it began; any other is a request's digest."""
+WARM_MAX_S = 1800.0
+"""How long what was started early waits for its request; then it is as if nothing had been started."""
 REQUEST_MAX = 16 * 1024 * 1024
 """Bytes of a request.json; the prompt is part of it."""
 FIRST_PAUSE_S, PAUSE_MAX_S, RETRY_AFTER_MAX_S = 0.5, 30.0, 120.0
@@ -373,6 +375,11 @@ def request_digest(request: Request) -> str:
     """Return the sha256 (hex) of the request's canonical JSON: sorted keys, compact, ASCII."""
     canonical = json.dumps(asdict(request), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def prewarm_of(request: Request) -> Request:
+    """Return what is known of a request before it is asked: all but the prompt and the input."""
+    return replace(request, prompt="", input=[])
 
 
 def request_from(raw: bytes) -> Request:

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from boxstrap.runner.agents import Launch
 from boxstrap.runner.agents.event_writer import EventWriter
-from boxstrap.runner.environment import MODEL_URL, SESSION_DIR, restore_task_variables
-from boxstrap.runner.layout import RuntimePaths
-from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Outcome, Request, request_from
+from boxstrap.runner.environment import GO, MODEL_URL, SESSION_DIR, WAITS, restore_task_variables
+from boxstrap.runner.layout import RuntimePaths, SessionPaths
+from boxstrap.runner.wire import REQUEST_MAX, ExitStatus, Outcome, Request, prewarm_of, request_from
 
 
 def start(request: Request, runtime: RuntimePaths, module: str) -> Launch:
@@ -32,10 +32,11 @@ def start(request: Request, runtime: RuntimePaths, module: str) -> Launch:
     return Launch(argv=argv, env={MODEL_URL: request.model.url} if request.model else {}, interpreter=True)
 
 
-def begin() -> tuple[Request, EventWriter]:
-    """Return the request, its model at the gateway, and the event pipe; the environment is the task's from here on.
+def begin() -> tuple[Request, EventWriter, Callable[[], Request]]:
+    """Return the request, the event pipe, and what to call for the request before anything is done with its prompt.
 
-    A driver that cannot begin ends here, and says why.
+    A driver that was started early gets a request without one, and that call returns when there is one. The environment is
+    the task's from here on. A driver that cannot begin ends here, and says why.
     """
     restore_task_variables(os.environ)
     try:
@@ -43,17 +44,36 @@ def begin() -> tuple[Request, EventWriter]:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"boxstrap driver: {error}\n")
         sys.exit(ExitStatus.USAGE)
-    try:
-        with open(os.path.join(os.environ.pop(SESSION_DIR), "request.json"), "rb") as file:
-            request = request_from(file.read(REQUEST_MAX))
-        url = os.environ.pop(MODEL_URL, "")
+    session, url = SessionPaths(os.environ.pop(SESSION_DIR, "")), os.environ.pop(MODEL_URL, "")
+
+    def take(path: str) -> Request:
+        try:
+            with open(path, "rb") as file:
+                request = request_from(file.read(REQUEST_MAX))
+            os.chdir(request.workdir)
+        except (ValueError, OSError) as error:
+            events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {type(error).__name__}: {error}", None)
+            sys.exit(1)
         if request.model is not None and url:  # headers are the gateway's to add
             request = replace(request, model=replace(request.model, url=url, headers={}))
-        os.chdir(request.workdir)
-    except (ValueError, KeyError, OSError) as error:
-        events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {type(error).__name__}: {error}", None)
-        sys.exit(1)
-    return request, events
+        return request
+
+    if not os.environ.pop(WAITS, ""):
+        request = take(session.request)
+        return request, events, lambda: request
+    prewarmed = take(session.prewarm)
+
+    def wait() -> Request:
+        if os.read(0, len(GO)) != GO:
+            os._exit(ExitStatus.OK)  # nobody asks any more
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        request = take(session.request)
+        if prewarm_of(request) != prewarmed:
+            events.result(Outcome.SETUP_FAILED, "the agent was started early for another request", None)
+            sys.exit(1)
+        return request
+
+    return prewarmed, events, wait
 
 
 def run(solve: Callable[[Request, EventWriter], tuple[Outcome, str]]) -> NoReturn:
@@ -61,7 +81,8 @@ def run(solve: Callable[[Request, EventWriter], tuple[Outcome, str]]) -> NoRetur
 
     What `solve` raises is the agent's failure; where the model is to blame, the gateway knows, and the supervisor asks it.
     """
-    request, events = begin()
+    _, events, wait = begin()
+    request = wait()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to stop by SIGTERM"))
     try:
         outcome, detail = solve(request, events)

@@ -30,6 +30,8 @@ OPTIONS: dict[str, type] = {
     "replay_reasoning": bool,
 }
 DIALECTS = ("responses", "chat")
+WAITS = True
+"""Its driver imports the agent before it asks for the request."""
 
 
 def launch(request: Request, session: SessionPaths, runtime: RuntimePaths) -> Launch:

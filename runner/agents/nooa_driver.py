@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -18,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -49,10 +50,13 @@ class End:
 class Run:
     """One request, from import to result."""
 
-    def __init__(self, request: Request, events: EventWriter, *, session: str = "") -> None:
+    def __init__(
+        self, request: Request, events: EventWriter, *, session: str = "", wait: Callable[[], Request] | None = None
+    ) -> None:
         from boxstrap.runner.agents.nooa_hooks import Recorder  # noqa: PLC0415 (beside its only use)
 
         self._request = request
+        self._wait = wait or (lambda: request)
         self._events = events
         self._recorder = Recorder(events)
         self._jar = SessionPaths(session).resources_cookies if session else ""
@@ -64,11 +68,11 @@ class Run:
     def solve(self) -> End:
         """Import, build, solve. Never raises."""
         try:
-            with cut_off():
-                with self._phase("import"):
-                    agent_class = self._import()
-                with self._phase("construct"):
-                    agent, endpoint = self._construct(agent_class)
+            with cut_off(), self._phase("import"):
+                agent_class = self._import()
+            self._request = self._wait()
+            with cut_off(), self._phase("construct"):
+                agent, endpoint = self._construct(agent_class)
         except Exception as error:  # noqa: BLE001
             # Broad on purpose: whatever a payload raises while it is imported is a result, not our crash.
             return End(Outcome.SETUP_FAILED, f"the agent could not be built: {_name(error)}", {"causes": causes(error)})
@@ -84,14 +88,17 @@ class Run:
         os._exit(0 if end.outcome is Outcome.COMPLETED else 1)
 
     def _import(self) -> Any:
+        importlib.import_module("boxstrap.runner.agents.nooa_model")  # now and not when it is built: the prompt may be awaited
         found = nooa_entry.agent_class_of(self._request)
-        self._ask = nooa_entry.ask_of(self._request)
+        if "invocation" in self._request.options:
+            nooa_entry.ask_of(self._request)
         self._events.emit(Kind.LOG, {"name": "agent", "version": importlib.metadata.version("nooa")})
         return found
 
     def _construct(self, agent_class: Any) -> tuple[Any, Any]:
         from nooa.unifiedllm import ensure_loaded  # noqa: PLC0415 (only now is NOOA cut off)
 
+        self._ask = nooa_entry.ask_of(self._request)
         from boxstrap.runner.agents.model_endpoint import ModelEndpoint  # noqa: PLC0415 (httpx is the payload's)
         from boxstrap.runner.agents.nooa_model import ChatModel, ResponsesModel  # noqa: PLC0415 (the same)
 
@@ -264,14 +271,14 @@ def reasoning_in(response: object) -> Iterator[str]:
 def main() -> NoReturn:
     """Run the request of the session folder that the environment names. Never returns."""
     session = os.environ.get(SESSION_DIR, "")
-    request, events = driver.begin()
+    request, events, wait = driver.begin()
     try:
         check(request)
     except ValueError as error:
         events.result(Outcome.SETUP_FAILED, f"the request cannot be run: {_name(error)}", None)
         sys.exit(1)
     logging.getLogger().addHandler(_Warnings(events))
-    run = Run(request, events, session=session)
+    run = Run(request, events, session=session, wait=wait)
     try:
         end = run.solve()
     except BaseException as error:  # noqa: BLE001
