@@ -80,7 +80,7 @@ def clean(runtime_root: str, session_root: str) -> list[str] | Failure:
 
 def _state(session: SessionPaths) -> str:
     """Have the runner finish a session whose supervisor is gone; `ended`, `running`, or nothing when it is none of ours."""
-    if not os.path.isfile(session.request):
+    if not os.path.isfile(session.request) and not os.path.isfile(session.prewarm):
         return ""
     if not os.path.lexists(session.claim):
         # Nobody started it. Its controller may be about to, unless it has had its time.

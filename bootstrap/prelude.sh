@@ -110,7 +110,7 @@ help() {
         --digest SHA256 --interpreter FILE.tar.gz --interpreter-sha256 H [--payload FILE.tar.gz --payload-sha256 H]
         [--smoke MODULE]… [--lock-wait SECONDS] [--verify]" ;;
         clean) set -- 'remove runtimes, stages, locks and ended sessions' "[--json] $bx_where" ;;
-        run) set -- 'start the agent of a session folder' '--session DIR [--wait | --hold | --detach] [--json]' ;;
+        run) set -- 'start the agent of a session folder' '--session DIR [--wait | --hold | --detach | --prewarm] [--json]' ;;
         tail) set -- 'print evidence from a byte offset on' '--session DIR [--from N] [--wait SECONDS | --follow SECONDS] [--json]' ;;
         status) set -- 'say where a session stands' '--session DIR [--json]' ;;
         stop) set -- 'stop a session and print its receipt' '--session DIR [--wait SECONDS] [--remove] [--json]' ;;

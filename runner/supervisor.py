@@ -128,7 +128,8 @@ class Supervisor:
             return False
         self._request, self._digest = taken
         self._introduce(self._digest)
-        os.write(self._tell, receipts.RUNS)
+        with contextlib.suppress(OSError):  # the watchdog was killed, and nobody hears it
+            os.write(self._tell, receipts.RUNS)
         if self._go >= 0:
             with contextlib.suppress(OSError):  # it has ended meanwhile, and what that means is judged as ever
                 os.write(self._go, environment.GO)

@@ -671,11 +671,14 @@ def test_clean_of_everything_removes_the_roots_and_then_has_nothing_to_do(instal
     assert cleaned(installed) == (0, Answer(ok=True, data={"removed": []}))
 
 
-def test_clean_leaves_alone_what_is_about_to_start_and_takes_what_was_abandoned(installed: Push, session: SessionPaths) -> None:
+@pytest.mark.parametrize("sent", ["request.json", "prewarm.json"])
+def test_clean_leaves_alone_what_is_about_to_start_and_takes_what_was_abandoned(
+    installed: Push, session: SessionPaths, sent: str
+) -> None:
     """A folder with a request and no claim, and a controller's push: young ones are somebody's, old ones nobody's."""
     begun = Path(session.path).with_name("begun")
     begun.mkdir()
-    (begun / "request.json").write_text("{}", encoding="utf-8")
+    (begun / sent).write_text("{}", encoding="utf-8")
     pushed = begun.with_name(f".push-{'0' * 16}")
     pushed.mkdir()
     status, answer = cleaned(installed)

@@ -67,7 +67,7 @@ class Launch:
 
 
 class Agent(Protocol):
-    """The shape of an agent module. With `WAITS = True`, what it launches may be started before there is a prompt (driver.py)."""
+    """The shape of an agent module. With `WAITS = True`, what it launches may start before there is a prompt: see driver.py."""
 
     def launch(self, request: Request, session: SessionPaths, runtime: RuntimePaths) -> Launch:
         """Say how to start it.
