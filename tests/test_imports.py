@@ -74,7 +74,7 @@ def allowed(path: Path, name: str) -> bool:
     for pattern, packages in AGENT_SIDE.items():
         if re.fullmatch(pattern, here) and any(re.fullmatch(package, top) for package in packages):
             return True
-    if re.fullmatch(r"runner/(gateway|upstream)\.py", here) and top in GATEWAY_SIDE:
+    if re.fullmatch(r"runner/(gateway|upstream|authorities)\.py", here) and top in GATEWAY_SIDE:
         return True
     if has_own_lock(here) and top != "boxstrap":
         return True
