@@ -86,6 +86,7 @@ class Inbox:
             return self.reply(503, "Nobody has taken the batch; send it again.")
         finally:
             self._line = self._answer = None
+            self._more.clear()
             self._gone_at = min(self._gone_at, time.monotonic() + SILENCE_S)
 
     def reply(self, status: int, error: str) -> Reply:
@@ -95,4 +96,5 @@ class Inbox:
     def _say(self, status: int, error: str) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(self.reply(status, error))
+            self._gone_at = time.monotonic() + SILENCE_S
         self._line = None

@@ -6,8 +6,8 @@
     app.mount("/boxstrap", sink)
     async with open_session(sandbox, spec, sink=sink) as session: ...
 
-It never holds what nobody asked for: whoever does not show the token of an open session is answered before his body is read, and a
-session has one batch here at a time, of a bounded size. It refuses to parse: that is the collector's, as for what is pulled.
+Whoever does not show the token of an open session is answered before his body is read, and a session has one batch here at a
+time, of a bounded size. It refuses to parse what it holds: that is the collector's, as for what is pulled.
 """
 
 from __future__ import annotations
