@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whom TLS trusts in the box: the authorities that travel in the archive, and what SSL_CERT_FILE and SSL_CERT_DIR of the task name.
+"""Whom TLS trusts in the box: the authorities that travel in the archive, and those that SSL_CERT_FILE and SSL_CERT_DIR name.
 
-A minimal image has none of its own. It refuses to be imported where no TLS is spoken: certificates are slow to load.
+A minimal image has none of its own; the variables are the task's. It refuses to be imported where no TLS is spoken: that would
+cost the start of every session.
 """
 
 from __future__ import annotations

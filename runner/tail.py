@@ -74,7 +74,7 @@ def _checked_state(session: SessionPaths) -> str:
 
 
 def read_slice(path: str, start: int, *, torn: bool) -> tuple[bytes, int]:
-    """Read whole lines from `start`, and the size of all; a line without its end only when `torn` ones will not grow any more."""
+    """Read whole lines from `start`, and the size of all; a line without its end only where `torn` ones grow no more."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             size = os.fstat(file.fileno()).st_size
