@@ -22,6 +22,7 @@ from test_lifecycle import remains
 from test_session import Counting, spec
 from test_supervisor import pids_below
 
+from boxstrap.controller import cli
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.collect import read_events
 from boxstrap.controller.listening import listening
@@ -242,6 +243,17 @@ async def test_cancelled_session_leaves_no_token_that_opens_anything(tmp_path: P
         assert sink._inboxes == {}
     assert not (wanted.out / ".sink.json").exists()
     nothing_left(box, wanted)
+
+
+def test_command_is_pushed_to_where_it_is_told(tmp_path: Path, box: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path of the URL is kept; https, for which a plain listener has no certificate, is refused before anything starts."""
+    (tmp_path / "prompt").write_text("p")
+    words = ["run", "--local", str(box), "--agent", "command", "--workdir", "/tmp", "--prompt-file", str(tmp_path / "prompt")]
+    words += ["--session", f"cli-{os.getpid()}", "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--push", "http://127.0.0.1:0/some/path", "--", *counting(20)]) == 0
+    assert PUSHED in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*words, "--push", "https://127.0.0.1:0", "--", "true"]) == 64
+    assert "certificate" in capsys.readouterr().err
 
 
 @pytest.mark.container
