@@ -190,6 +190,7 @@ class BoxSession:
                 if stopped:
                     raise SandboxLost("The session does not end.", remedy="Look at what runs in the box.")
                 stopped = True
+                self._inbox = None  # what ends now is asked for: whoever has the box's token can push that all goes on
                 await self.stop(bound_s=stop_s)
                 bound = time.monotonic() + STOP_MARGIN_S
             if not tail.chunk and now - asked < PAUSES_S[1]:
