@@ -30,6 +30,8 @@ class Inbox:
         self.url = url
         self.token = token
         self.loop = asyncio.get_running_loop()
+        self.client: tuple[object, ...] = ()
+        """From where the box spoke last."""
         self.closed = False
         self._next = 0
         self._line: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,9 @@ from boxstrap.controller.errors import UsageError
 from boxstrap.controller.sink import Sink
 
 CONNECTIONS_MAX = 2000
+"""At once; also at most half of the files that this process may have open. Boxes beyond that are not heard, but pulled."""
+HEAD_S = 10.0
+"""How long a new connection may be silent."""
 KEEP_S = 15
 """How long a box's idle connection is kept: it pushes every few seconds."""
 CLOSE_S = 1
@@ -51,6 +55,8 @@ async def listening(url: str, *, host: str | None = None) -> AsyncIterator[Sink]
     except (OSError, ValueError) as error:
         raise UsageError(f"The sink {url} could not be served: {error}.", remedy="Choose another port.") from error
     with contextlib.closing(bound):
+        # asyncio overlooks sockets of this origin, and a reply in two pieces would wait 40 ms for the box's acknowledgement.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         sink = Sink(f"http://{name}:{bound.getsockname()[1]}{parts.path}")
         server = _Server(_config(sink))
@@ -85,12 +91,22 @@ class _Server(uvicorn.Server):
 
 
 def _config(sink: Sink) -> uvicorn.Config:
+    most = min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
     class Protocol(H11Protocol):
-        """A connection that writes no log of accesses, and says when it ends."""
+        """A connection that writes no log of accesses, takes no place from others by silence, and says when it ends."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.access_log = False
+            if len(self.connections) > most:
+                transport.abort()
+            else:
+                self.loop.call_later(HEAD_S, self.hurry)
+
+        def hurry(self) -> None:
+            if self.cycle is None:
+                self.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -104,7 +120,6 @@ def _config(sink: Sink) -> uvicorn.Config:
         interface="asgi3",
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
         timeout_keep_alive=KEEP_S,
         timeout_graceful_shutdown=CLOSE_S,
     )

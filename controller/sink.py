@@ -58,7 +58,7 @@ class Sink:
     def unregister(self, inbox: Inbox) -> None:
         """Close it: its token opens nothing any more."""
         self._inboxes.pop(_digest(inbox.token), None)
-        self._talking = {client: one for client, one in self._talking.items() if one is not inbox}
+        self._talking.pop(inbox.client, None)
         inbox.close()
 
     def disconnected(self, client: object) -> None:
@@ -114,7 +114,8 @@ class Sink:
         if body is None:
             return inbox.reply(413, f"Found more than {BODY_MAX} bytes.")
         if client:
-            self._talking[client] = inbox
+            self._talking.pop(inbox.client, None)
+            self._talking[client], inbox.client = inbox, client
         offered = asyncio.ensure_future(inbox.offer(body.decode("utf-8", "replace")))
         gone = asyncio.ensure_future(receive())  # gives nothing more but the end of the connection
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from test_collect import line, reply
 
 from boxstrap.controller import inbox as inbox_module
+from boxstrap.controller import listening as listening_module
 from boxstrap.controller import sink as sink_module
 from boxstrap.controller.collect import Collector
 from boxstrap.controller.errors import EvidenceError, UsageError
@@ -93,6 +95,17 @@ async def test_batch_is_acknowledged_when_it_was_taken(
     assert await pushed(client, inbox, collector, reply(5 * end, line(6))) == (422, 2 * end)
     assert await pushed(client, inbox, collector, reply(2 * end, line(3))) == (200, 3 * end)
     assert seen == [1, 2, 3]
+
+
+async def test_answer_does_not_wait_for_the_network(sink: Sink, client: httpx.AsyncClient, collector: Collector) -> None:
+    """A reply of two small pieces used to wait 40 ms for the box to acknowledge the first."""
+    inbox = sink.register()
+    took = []
+    for _ in range(10):
+        begun = time.monotonic()
+        await pushed(client, inbox, collector, reply(0, line(1)))
+        took.append(time.monotonic() - begun)
+    assert min(took) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -275,6 +288,20 @@ async def test_other_event_loop_is_refused(sink: Sink) -> None:
 
     await asyncio.to_thread(asyncio.run, elsewhere())
     assert said[0]["status"] == 500
+
+
+async def test_silent_connections_are_let_go_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any box can open connections: they take neither all of this process's files nor a place for ever."""
+    monkeypatch.setattr(listening_module, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(listening_module, "HEAD_S", 0.5)
+    async with listening("http://127.0.0.1:0") as sink:
+        talks = [await asyncio.open_connection("127.0.0.1", int(sink.url.rpartition(":")[2])) for _ in range(8)]
+        ends = [asyncio.ensure_future(reader.read()) for reader, _ in talks]
+        await asyncio.wait(ends, timeout=0.2)
+        assert sum(end.done() for end in ends) == 3
+        await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), 5)
+        for _, writer in talks:
+            writer.close()
 
 
 async def test_listening_leaves_the_process_as_it_was() -> None:
