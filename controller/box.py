@@ -45,6 +45,8 @@ STOP_TRIES = 3
 HANDOVER_S = 1.0
 """How long the first push is waited for, once: a box that does not reach the sink is followed after that."""
 
+CHANGES_TOLD = 10
+
 _QUELL = """brand=$1
 for signal in STOP STOP KILL; do
     for process in /proc/[0-9]*; do
@@ -98,6 +100,7 @@ class BoxSession:
         self._inbox: Inbox | None = None
         self._note = note
         self._way = ""
+        self._changes = 0
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
@@ -226,10 +229,12 @@ class BoxSession:
         return tail
 
     def _say(self, way: str) -> None:
-        """Tell once which way the evidence comes, and each time that it changes."""
+        """Tell which way the evidence comes, and when that changes; a box that changes it for ever is not told of for ever."""
         if way and way != self._way:
-            self._note(f"the box's evidence is {way}" if way == "pushed" else "nothing is pushed: the evidence is pulled")
             self._way = way
+            self._changes += 1
+            if self._changes <= CHANGES_TOLD:
+                self._note("the box's evidence is pushed" if way == "pushed" else "nothing is pushed: the evidence is pulled")
 
     async def _followed(self, follower: Follower) -> Tail | None:
         """Take the next reply of the held follower, where it gives one that makes sense."""

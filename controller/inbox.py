@@ -58,9 +58,10 @@ class Inbox:
         self._say(200, "")
 
     def refuse(self, offset: int, reason: str) -> None:
-        """Say that the batch made no sense, and from where one would."""
+        """Say that the batch made no sense, and from where one would; who sends such is not waited for."""
         self._next = offset
         self._say(422, reason)
+        self._gone_at = 0.0
 
     def lost(self) -> None:
         """The connection of the box was closed: whoever waits for it need not wait on."""

@@ -3,7 +3,8 @@
 """Pushes a session's evidence to a sink of the controller: what `tail` answers, by HTTP POST, one batch at a time.
 
 A thread of the watchdog, so that there is no process more to account for. It only makes things fast: what does not arrive is
-there by offset for whoever asks. It refuses to hold up or to end the watchdog, and to use the task's proxies.
+there by offset for whoever asks. Where sink.json is found when the session starts, it is read again whenever nobody answers: a
+controller that was restarted writes another. It refuses to hold up or to end the watchdog, and to use the task's proxies.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class Pusher:
     def __init__(self, session: SessionPaths) -> None:
         self._session = session
         self._judged = threading.Event()
+        self._failures = 0
         self._thread = threading.Thread(target=self._run, name="boxstrap-push", daemon=True)
         self._thread.start()
 
     def finish(self, *, within_s: float) -> None:
-        """Wait until the last batch was delivered: nothing of the session happens any more."""
+        """Wait until the last batch was delivered, unless the sink is long away: nothing of the session happens any more."""
         self._judged.set()
-        self._thread.join(within_s)
+        self._thread.join(within_s if self._failures < END_TRIES else 0)
 
     def _run(self) -> None:
         try:
@@ -53,10 +55,10 @@ class Pusher:
             return
 
     def _push(self) -> None:
-        start = failures = 0
+        start = 0
         refused: Sink | None = None
         link: _Link | None = None
-        while not self._judged.is_set() or failures < END_TRIES:
+        while not self._judged.is_set() or self._failures < END_TRIES:
             sink = read_sink(self._session) if link is None else link.sink
             try:
                 if sink is None or sink == refused:
@@ -74,10 +76,10 @@ class Pusher:
                 if link is not None:
                     link.close()
                 link = None
-                self._judged.wait(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-                failures += 1
+                self._judged.wait(PAUSES_S[min(self._failures, len(PAUSES_S) - 1)])
+                self._failures += 1
                 continue
-            failures = 0
+            self._failures = 0
             if told.state in {"ended", "lost"} and start >= told.size:
                 return
 

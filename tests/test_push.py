@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,36 @@ async def test_slow_consumer_holds_the_box_and_not_the_hosts_memory(tmp_path: Pa
         result = await session.invoke(wanted.request("p"))
     assert (result.outcome, result.gaps, heard.lines) == (Outcome.COMPLETED, [], 200_000)
     assert max(held) < 2_000_000
+
+
+LIAR = r"""
+import base64, http.client, json, sys, urllib.parse
+sink = json.load(open(sys.argv[1]))
+url = urllib.parse.urlsplit(sink["url"])
+tail = {"v": 1, "start": 0, "next": 0, "size": 0, "chunk": "", "state": "running", "claim": sys.argv[2]}
+while True:
+    for lie in ("[" * 100000, {}, {**tail, "start": 10**15}, {**tail, "chunk": "!"}, {**tail, "next": -1}, tail):
+        try:
+            talk = http.client.HTTPConnection(url.hostname, url.port, timeout=30)
+            body = lie if isinstance(lie, str) else json.dumps(lie)
+            talk.request("POST", url.path, body=body, headers={"Authorization": "Bearer " + sink["token"]})
+            talk.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            pass
+"""
+
+
+async def test_agent_that_pushes_lies_by_the_sessions_token_hides_nothing(tmp_path: Path, box: Path) -> None:
+    """It finds the token in the box. What is no batch moves nothing, and the true one goes on in between."""
+    heard, name = Heard(), f"liar-{os.getpid()}"
+    file = box / "tmp" / "nemo-gym-command" / name / "sink.json"
+    claim = f"$(readlink {file.parent}/launch.claim)"
+    (tmp_path / "liar.py").write_text(LIAR)
+    lying = f"{sys.executable} {tmp_path}/liar.py {file} {claim} & "
+    wanted = spec(tmp_path, "sh", "-c", lying + counting(150)[2], session_id=name)
+    async with listening(HERE) as sink:
+        whole(await asyncio.wait_for(pushed(LocalSandbox(box), wanted, sink, heard), 60), heard, 150)
+    assert remains(box) == []
 
 
 async def test_cancelled_session_leaves_no_token_that_opens_anything(tmp_path: Path, box: Path) -> None:
