@@ -26,9 +26,10 @@ from boxstrap.controller.errors import (
     SetupFailed,
 )
 from boxstrap.controller.follower import FOLLOW_S, Follower
+from boxstrap.controller.inbox import Inbox
 from boxstrap.controller.sandbox import Conversing, ExecResult, Sandbox
 from boxstrap.runner.layout import SessionPaths
-from boxstrap.runner.wire import STOPPED_CLAIM, Answer, Code, Request, Tail, session_brand, to_json
+from boxstrap.runner.wire import STOPPED_CLAIM, Answer, Code, Request, Sink, Tail, session_brand, to_json
 
 TAIL_WAIT_S = 20.0
 TAIL_MARGIN_S = 30.0
@@ -41,6 +42,10 @@ PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.5)
 PATIENCE_S = 60.0
 """How long a box that runs may give no sensible answer: an agent can kill whatever we start, or leave no free process."""
 STOP_TRIES = 3
+HANDOVER_S = 1.0
+"""How long the first push is waited for, once: a box that does not reach the sink is followed after that."""
+
+CHANGES_TOLD = 10
 
 _QUELL = """brand=$1
 for signal in STOP STOP KILL; do
@@ -76,7 +81,14 @@ class BoxSession:
     """One session's side in the box."""
 
     def __init__(
-        self, sandbox: Sandbox, paths: SessionPaths, archive: str, collector: Collector, *, user: str | int | None
+        self,
+        sandbox: Sandbox,
+        paths: SessionPaths,
+        archive: str,
+        collector: Collector,
+        *,
+        user: str | int | None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._sandbox = sandbox
         self._paths = paths
@@ -87,6 +99,10 @@ class BoxSession:
         self._warm = False
         """Whether something waits in the box, or may, that this side has started."""
         self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Conversing) else None
+        self._inbox: Inbox | None = None
+        self._note = note
+        self._way = ""
+        self._changes = 0
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
@@ -143,6 +159,15 @@ class BoxSession:
         """Put request.json into the folder; `local` keeps the host's copy."""
         _write_privately(local, to_json(request))
         await self.steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.request)))
+
+    async def receive(self, inbox: Inbox, local: Path) -> None:
+        """Take what the box pushes into `inbox`, and tell the box where that is; `local` is a name for the time being."""
+        self._inbox = inbox
+        _write_privately(local, to_json(Sink(url=inbox.url, token=inbox.token)))
+        try:
+            await self.steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.sink)))
+        finally:
+            local.unlink()  # noqa: ASYNC240 (one call on a local disk)
 
     def launch(self, *, bound_s: float) -> None:
         """Start the runner in the box. Its exec stays open where the sandbox offers no detached one: see runner.sessions."""
@@ -206,23 +231,61 @@ class BoxSession:
                 if stopped:
                     raise SandboxLost("The session does not end.", remedy="Look at what runs in the box.")
                 stopped = True
+                self._inbox = None  # what ends now is asked for: whoever has the box's token can push that all goes on
                 await self.stop(bound_s=stop_s)
                 bound = time.monotonic() + STOP_MARGIN_S
             if not tail.chunk and now - asked < PAUSES_S[1]:
                 await asyncio.sleep(PAUSES_S[1])  # what answers at once with nothing is not what we put there
 
     async def _next(self, *, wait_s: float) -> Tail:
-        """Take the next reply from the held follower, where there is one and it makes sense, and else ask."""
-        if self._follower is not None and self._collector.offset > 0:
-            line = await self._follower.line(within_s=TAIL_WAIT_S)
-            if line is not None:
-                try:
-                    return self._collector.feed(line)
-                except EvidenceError as error:
-                    await self._follower.close()
-                    if not error.passing:
-                        raise
-        return await self._tail(wait_s=wait_s)
+        """Take the next reply from where it comes fastest: pushed, from the held follower, or asked for."""
+        tail = await self._pushed()
+        if tail is None and self._follower is not None and self._collector.offset > 0:
+            tail = await self._followed(self._follower)
+        return tail if tail is not None else await self._tail(wait_s=wait_s)
+
+    async def _pushed(self) -> Tail | None:
+        """Take what the box pushes, and acknowledge it when it is on disk; None while it is silent, or makes no sense."""
+        inbox, begun = self._inbox, self._collector.offset > 0
+        if inbox is None:
+            return None
+        line = await inbox.line(within_s=max(inbox.patience_s, HANDOVER_S if begun and not self._way else 0.0))
+        if line is None:
+            self._say("pulled" if begun else "")
+            return None
+        try:
+            tail = self._collector.feed(line)
+        except EvidenceError as error:
+            inbox.refuse(self._collector.offset, error.message)
+            if not error.passing:
+                raise
+            return None
+        inbox.acknowledge(self._collector.offset)
+        self._say("pushed")
+        if self._follower is not None:
+            await self._follower.close()
+        return tail
+
+    def _say(self, way: str) -> None:
+        """Tell which way the evidence comes, and when that changes; a box that changes it for ever is not told of for ever."""
+        if way and way != self._way:
+            self._way = way
+            self._changes += 1
+            if self._changes <= CHANGES_TOLD:
+                self._note("the box's evidence is pushed" if way == "pushed" else "nothing is pushed: the evidence is pulled")
+
+    async def _followed(self, follower: Follower) -> Tail | None:
+        """Take the next reply of the held follower, where it gives one that makes sense."""
+        line = await follower.line(within_s=TAIL_WAIT_S)
+        if line is None:
+            return None
+        try:
+            return self._collector.feed(line)
+        except EvidenceError as error:
+            await follower.close()
+            if not error.passing:
+                raise
+            return None
 
     async def catch_up(self, *, stop_s: float) -> Tail:
         """Stop what is left, and collect to the end."""

@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ from boxstrap.controller.sandboxes.docker import DockerSandbox, own_container
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import RELAY, Result, SessionSpec, open_session
 from boxstrap.controller.show import Progress, show_result
+from boxstrap.controller.sink import Sink
 from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
 
 AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.by_lock() | payloads.NEEDS_NONE | programs.known())
@@ -88,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="added to the agent's environment")
     run.add_argument("--user", help="run as this user of the box")
     run.add_argument("--network", help="with --image: the container's network")
+    run.add_argument(
+        "--push", metavar="URL", help="where the box reaches this host, http://HOST:PORT: it pushes its evidence there"
+    )
     run.add_argument("--keep", action="store_true", help="leave the session's folder in the box: README, Why did it fail?")
     run.add_argument("--loopback-ok", action="store_true", help="a loopback model URL means the box's own")
     run.add_argument("--allow-credentials", action="store_true", help="the box may have what looks like a provider's key")
@@ -199,14 +203,16 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     progress = Progress(console)
     progress.line("session", session_id)
     with _sandbox(options) as sandbox:
-        result = asyncio.run(_session(sandbox, spec, prompt, progress))
+        result = asyncio.run(_session(sandbox, spec, prompt, progress, push_to=options.push))
     if result is None:
         return OUTCOME_EXIT[Outcome.CANCELLED]
     show_result(console, result)
     return OUTCOME_EXIT[result.outcome]
 
 
-async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: Progress) -> Result | None:
+async def _session(
+    sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: Progress, *, push_to: str | None
+) -> Result | None:
     """Run one session; Ctrl-C or TERM stops the agent, collects, closes, and says so."""
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
@@ -223,9 +229,12 @@ async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: P
         loop.add_signal_handler(number, interrupt)
     session = None
     try:
-        async with open_session(
-            sandbox, spec, on_event=progress.event, on_phase=progress.phase, on_note=progress.note
-        ) as session:
+        async with (
+            _sink(push_to) as sink,
+            open_session(
+                sandbox, spec, sink=sink, on_event=progress.event, on_phase=progress.phase, on_note=progress.note
+            ) as session,
+        ):
             state = session.installed.state if session.installed else "unknown"
             progress.line("runtime", f"{state} at {session.runtime.path if session.runtime else ''}")
             return await session.invoke(spec.request(prompt))
@@ -233,6 +242,17 @@ async def _session(sandbox: Sandbox, spec: SessionSpec, prompt: str, progress: P
         if not interrupted:
             raise
         return session.result if session is not None else None
+
+
+@contextlib.asynccontextmanager
+async def _sink(url: str | None) -> AsyncIterator[Sink | None]:
+    if url is None:
+        yield None
+        return
+    from boxstrap.controller.listening import listening  # noqa: PLC0415 (a run that pulls needs no server)
+
+    async with listening(url) as sink:
+        yield sink
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:

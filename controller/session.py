@@ -45,6 +45,7 @@ from boxstrap.controller.phases import Phases
 from boxstrap.controller.programs import Program
 from boxstrap.controller.relay import ModelRelay
 from boxstrap.controller.sandbox import Sandbox
+from boxstrap.controller.sink import Sink
 from boxstrap.controller.tool_jars import ToolJars
 from boxstrap.runner.layout import RuntimePaths, SessionPaths, default_runtime_root, default_session_root
 from boxstrap.runner.wire import (
@@ -182,6 +183,7 @@ class Session:
         sandbox: Sandbox,
         spec: SessionSpec,
         *,
+        sink: Sink | None = None,
         on_event: Callable[[Event], None] | None = None,
         on_phase: Callable[[str, float], None] | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -193,6 +195,7 @@ class Session:
         spec.budgets.check()
         tools.check(spec.tool_accesses, agent=spec.agent)
         self._sandbox = sandbox
+        self._sink = sink
         self.spec = spec
         roots = getattr(sandbox, "roots", None)
         roots = roots(spec.agent) if callable(roots) else (default_runtime_root(spec.agent), default_session_root(spec.agent))
@@ -253,7 +256,9 @@ class Session:
         finally:
             if self._state is State.OPENING:
                 self._state = State.NEW
-        self._box = BoxSession(self._sandbox, self.paths, self.runtime.archive, self.collector, user=spec.user)
+        self._box = BoxSession(
+            self._sandbox, self.paths, self.runtime.archive, self.collector, user=spec.user, note=self.phases.note
+        )
         if spec.prewarm:
             self._warming = asyncio.create_task(self._prewarm(self._box))
 
@@ -382,14 +387,29 @@ class Session:
     async def _run_to_end(self, request: Request, digest: str, box: BoxSession) -> Tail:
         await self._stop_warming()
         bound_s = self._bound_s(request)
-        launched = not await box.claim()
-        if launched:
-            await box.send(request, self.spec.out / "request.json")
-            if self._state is State.CLOSING:
-                return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED_CLAIM)
-            box.launch(bound_s=bound_s)
-        async with self._relaying():
-            return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+        claim = await box.claim()
+        launched = not claim
+        async with self._receiving(box, ours=claim in {"", digest}):
+            if launched:
+                await box.send(request, self.spec.out / "request.json")
+                if self._state is State.CLOSING:
+                    return Tail(start=0, next=0, size=0, chunk="", state="absent", claim=STOPPED_CLAIM)
+                box.launch(bound_s=bound_s)
+            async with self._relaying():
+                return await box.follow(digest, bound_s=bound_s, launched=launched, stop_s=float(self.spec.budgets.stop_s))
+
+    @asynccontextmanager
+    async def _receiving(self, box: BoxSession, *, ours: bool) -> AsyncIterator[None]:
+        """Let the box push its evidence, where there is a sink; another request's session is not told of it."""
+        if self._sink is None or not ours:
+            yield
+            return
+        inbox = self._sink.register()
+        try:
+            await box.receive(inbox, self.spec.out / ".sink.json")
+            yield
+        finally:
+            self._sink.unregister(inbox)
 
     @staticmethod
     def _bound_s(request: Request) -> float:
@@ -466,16 +486,17 @@ async def open_session(
     sandbox: Sandbox,
     spec: SessionSpec,
     *,
+    sink: Sink | None = None,
     on_event: Callable[[Event], None] | None = None,
     on_phase: Callable[[str, float], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Session]:
-    """Open a session, and close it whatever happens.
+    """Open a session, and close it whatever happens. With a `sink`, a box that reaches it pushes its evidence there.
 
     Raises:
         BoxstrapError: as Session.open, Session.invoke and Session.close do.
     """
-    session = Session(sandbox, spec, on_event=on_event, on_phase=on_phase, on_note=on_note)
+    session = Session(sandbox, spec, sink=sink, on_event=on_event, on_phase=on_phase, on_note=on_note)
     try:
         await session.open()
         yield session

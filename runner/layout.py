@@ -109,6 +109,7 @@ class SessionPaths:
 
 _SESSION_MEMBERS = {
     "request": "request.json",
+    "sink": "sink.json",
     "home": "home",
     "tmp": "tmp",
     "evidence": "evidence.ndjson",

@@ -1,42 +1,37 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""A session seen from outside its supervisor: claim and launch it, attach, tail, stop, remove.
+"""A session seen from outside its supervisor: claim and launch it, attach, stop, remove.
 
 Any number of processes may do this at once; the claim decides. It refuses to start a second activation.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 
 from boxstrap.runner import environment, finish, processes, receipts, warm, watchdog
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.supervisor import supervise
+from boxstrap.runner.tail import POLL_S, let_go_on, read_slice
 from boxstrap.runner.wire import (
     REQUEST_MAX,
     STOPPED_CLAIM,
-    TAIL_CHUNK_MAX,
     WARM_MAX_S,
     Code,
     Failure,
     Receipt,
     Request,
-    Tail,
     request_digest,
     request_from,
 )
 
-POLL_S = 0.02
 STOP_MARGIN_S = 20.0
-FOLLOW_BEAT_S = 5.0
 GRACE_MAX_S = 60.0
 """What of the request's grace a stop waits for: the agent may have written another request there."""
 
@@ -160,73 +155,6 @@ def _started(session: SessionPaths) -> dict[str, object]:
     return {"state": receipts.state_of(session), "attached": False}
 
 
-def tail(session: SessionPaths, *, start: int, wait_s: float) -> Tail:
-    """Return evidence from byte `start` on: as soon as there is a whole line, when the state is final, or after `wait_s`."""
-    bound = time.monotonic() + wait_s
-    looked_at, state = 0.0, "absent"
-    while True:
-        now = time.monotonic()
-        if now - looked_at >= 0.1 or now >= bound:
-            looked_at, state = now, _checked_state(session)
-        final = state in {"ended", "lost"}
-        data, size = _slice(session.evidence, start, torn=final)
-        if data or final or now >= bound:
-            return Tail(
-                start=start,
-                next=start + len(data),
-                size=size,
-                chunk=base64.b64encode(data).decode("ascii"),
-                state=state,
-                claim=receipts.claim_of(session),
-                receipt=receipts.receipt_of(session) if state == "ended" else None,
-            )
-        time.sleep(POLL_S)
-
-
-def follow(session: SessionPaths, *, start: int, bound_s: float) -> Iterator[Tail]:
-    """Yield what `tail` would answer again and again, until the state is final and everything was told, or `bound_s` is over.
-
-    One process for a whole session in place of one for every reply: starting an interpreter is most of what a reply costs.
-    An empty answer every FOLLOW_BEAT_S tells the reader that the stream still stands.
-    """
-    bound = time.monotonic() + bound_s
-    seen = False
-    while time.monotonic() < bound:
-        told = tail(session, start=start, wait_s=FOLLOW_BEAT_S)
-        yield told
-        start = told.next
-        if (told.state in {"ended", "lost"} and told.next >= told.size) or (seen and told.state == "absent"):
-            return
-        seen = seen or told.state != "absent"
-
-
-def _checked_state(session: SessionPaths) -> str:
-    """Say where the session stands; a receipt that confirms while something runs is a lie, and the session lost.
-
-    A supervisor that the agent stopped, its watchdog too, is let go on by whoever looks.
-    """
-    state = receipts.state_of(session)
-    if state == "running":
-        _let_go_on(session)
-    receipt = receipts.receipt_of(session) if state == "ended" else None
-    return "lost" if receipt is not None and receipt.cleanup_confirmed and finish.left_of(session) else state
-
-
-def _slice(path: str, start: int, *, torn: bool) -> tuple[bytes, int]:
-    """Read whole lines from `start`; a line without its end only when `torn` lines will not grow any more."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(start)
-            data = file.read(TAIL_CHUNK_MAX)
-    except OSError:
-        return b"", 0
-    if start + len(data) < size or not torn:
-        end = data.rfind(b"\n") + 1
-        data = data[:end] if end or len(data) < TAIL_CHUNK_MAX else data
-    return data, size
-
-
 def stop(session: SessionPaths, *, wait_s: float | None = None) -> Receipt | dict[str, object] | Failure:
     """Stop the session and return its receipt; before any start, claim it so that it never starts.
 
@@ -271,15 +199,7 @@ def _tell(session: SessionPaths, number: signal.Signals) -> None:
     process = processes.read(found[0]) if found else None
     if found and process is not None and process.start == found[1]:
         processes.send(process, number)
-    _let_go_on(session)
-
-
-def _let_go_on(session: SessionPaths) -> None:
-    said = receipts.introduction(session)
-    for found in (receipts.supervisor_alive(session, said), receipts.watchdog_alive(said)):
-        process = processes.read(found[0]) if found else None
-        if found and process is not None and process.start == found[1] and process.state == "T":
-            processes.send(process, signal.SIGCONT)
+    let_go_on(session)
 
 
 def remove(session: SessionPaths) -> Failure | None:
@@ -321,6 +241,6 @@ def status(session: SessionPaths) -> dict[str, object] | Failure:
         "claim": receipts.claim_of(session),
         "supervisor_pid": supervisor[0] if supervisor else None,
         "processes": [{"pid": process.pid, "name": process.name} for process in finish.left_of(session)],
-        "evidence_bytes": _slice(session.evidence, 0, torn=True)[1],
+        "evidence_bytes": read_slice(session.evidence, 0, torn=True)[1],
         "receipt": None if receipt is None else asdict(receipt),
     }

@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's own server, reached from the sandbox: one HTTP request at a time over connections that are kept for a moment.
 
-TLS trusts the authorities that travel in the archive (a minimal image has none) and what SSL_CERT_FILE and SSL_CERT_DIR of the
-task name. The task's proxy variables are the task's: they are not used (a box that cannot reach its model uses the relay). It
-refuses to retry: a request is sent once or not at all.
+TLS trusts what authorities.py says. The task's proxy variables are the task's: they are not used (a box that cannot reach its
+model uses the relay). It refuses to retry: a request is sent once or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import certifi
 import h11
 
+from boxstrap.runner import authorities
 from boxstrap.runner.wire import Model
 
 Headers = list[tuple[bytes, bytes]]
@@ -107,7 +105,7 @@ class Direct:
         self._connect_s = min(CONNECT_MAX_S, model.timeout_s)
         self._cookies: dict[str, str] = {}
         self._idle: list[_Link] = []
-        self._tls = _tls() if self._secure else None
+        self._tls = authorities.tls() if self._secure else None
 
     @contextlib.asynccontextmanager
     async def send(self, ask: Ask) -> AsyncIterator[Reply]:
@@ -228,9 +226,3 @@ def _cut() -> Iterator[None]:
         raise UpstreamError("cut", f"the model's answer broke off: {error}") from error
     except OSError as error:
         raise UpstreamError("cut", f"the connection to the model broke: {type(error).__name__}: {error}") from error
-
-
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=certifi.where())
-    context.set_default_verify_paths()  # also SSL_CERT_FILE and SSL_CERT_DIR, for an authority of one's own
-    return context

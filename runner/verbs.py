@@ -17,6 +17,7 @@ from dataclasses import asdict
 from boxstrap.runner import environment, sessions
 from boxstrap.runner.layout import RuntimePaths, SessionPaths
 from boxstrap.runner.receipts import receipt_of
+from boxstrap.runner.tail import follow, tail
 from boxstrap.runner.told import told
 from boxstrap.runner.wire import OUTCOME_EXIT, Answer, Code, ExitStatus, Failure, Receipt, outcome_of, to_json
 
@@ -101,18 +102,18 @@ def _run(options: argparse.Namespace, session: SessionPaths) -> int:
 def _tail(options: argparse.Namespace, session: SessionPaths) -> int:
     if options.follow > 0:
         try:
-            for tail in sessions.follow(session, start=max(0, options.start), bound_s=options.follow):
-                sys.stdout.buffer.write(to_json(tail).encode() + b"\n" if options.json else base64.b64decode(tail.chunk))
+            for reply in follow(session, start=max(0, options.start), bound_s=options.follow):
+                sys.stdout.buffer.write(to_json(reply).encode() + b"\n" if options.json else base64.b64decode(reply.chunk))
                 sys.stdout.buffer.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; what it did not get is asked for by offset
         return ExitStatus.OK
-    tail = sessions.tail(session, start=max(0, options.start), wait_s=min(options.wait, 120.0))
+    reply = tail(session, start=max(0, options.start), wait_s=min(options.wait, 120.0))
     if options.json:
-        print(to_json(tail))
+        print(to_json(reply))
         return ExitStatus.OK
-    sys.stdout.buffer.write(base64.b64decode(tail.chunk))
-    print(f"boxstrap: next offset {tail.next} of {tail.size}, state {tail.state}", file=sys.stderr)
+    sys.stdout.buffer.write(base64.b64decode(reply.chunk))
+    print(f"boxstrap: next offset {reply.next} of {reply.size}, state {reply.state}", file=sys.stderr)
     return ExitStatus.OK
 
 

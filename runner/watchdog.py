@@ -14,13 +14,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from boxstrap.runner import finish, processes, receipts, warm
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import Request
 
+if TYPE_CHECKING:
+    from boxstrap.runner.push import Pusher
+
 MARGIN_S = 90.0
 """What the supervisor may take on top of deadline, grace and kill: activation, draining, a slow disk."""
+PUSH_END_S = 3.0
+"""How long the watchdog stays for the last batch of pushed evidence; the session has ended by then, for whoever pulls."""
 
 
 def guard(
@@ -45,16 +51,34 @@ def guard(
         os._exit(_say(lambda: supervise(tell, me)))
     os.close(tell)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pusher = _pusher(session, waits=waits_s > 0)  # a thread: from here on nothing forks
     _wait(child, bound_s=waits_s + request.deadline_s + request.grace_s + finish.KILL_BOUND_S + MARGIN_S)
     os.set_blocking(told, False)
     said = _all_of(told)
     if waits_s and not said.startswith(receipts.RUNS):
         finish.kill_all(finish.below_this)
         warm.withdraw(session)
-    elif not _vouched(said.removeprefix(receipts.RUNS), session):
-        finish.finish(session, adopted=True)
+    else:
+        if not _vouched(said.removeprefix(receipts.RUNS), session):
+            finish.finish(session, adopted=True)
+        if pusher is not None:
+            receipts.take_leave(session)
+            pusher.finish(within_s=PUSH_END_S)
     os.close(told)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _pusher(session: SessionPaths, *, waits: bool) -> Pusher | None:
+    """Start to push the session's evidence, where someone said whereto, or may say so with the request."""
+    if not waits and not os.path.lexists(session.sink):
+        return None
+    try:
+        from boxstrap.runner.push import Pusher  # noqa: PLC0415 (http.client is slow to import, and few need it)
+
+        return Pusher(session)
+    except Exception:  # noqa: BLE001
+        # Broad on purpose: without a thread, or a folder to import from, the evidence is pulled.
+        return None
 
 
 def _say(supervise: Callable[[], int]) -> int:

@@ -37,6 +37,11 @@ TOOL_FAILED = "resource_unreachable"
 BUDGET_CODE = "policy_budget_exhausted"
 """The `error.code` with which the gateway refuses a call beyond max_policy_calls; also the outcome's word."""
 
+PUSH_BEAT_S = 2.0
+"""A box that pushes its evidence says at least so often that it is still there."""
+SINK_MAX = 16 * 1024
+"""Bytes of a sink.json."""
+
 _STRICT: dict[str, Any] = {"extra": "forbid", "strict": True}
 
 
@@ -331,6 +336,29 @@ class Tail:
     state: str
     claim: str
     receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """Where a session's evidence is pushed to: sink.json in the session folder. The token is the session's alone.
+
+    No part of the request: a controller that was restarted is found at another place, by another token.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+    v: int = VERSION
+    url: str
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acknowledged:
+    """What a sink answers to a pushed Tail: the byte from which it wants to hear more. `error` says why it took nothing."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
+    v: int = VERSION
+    next: int
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills everything, at random moments, and counts what is lost and what is left. `./build.sh soak --kills 300 [--seed N]`.
 
-Rounds of sessions share a container without network. Each agent writes numbered lines and leaves daemons of every kind;
-meanwhile agents, supervisors, watchdogs, interpreters, controllers, the container and the line to the engine are killed.
+Rounds of sessions share a container that reaches this host and nothing else. Each agent writes numbered lines and leaves
+daemons of every kind; the evidence of some is pushed, that of others pulled. Meanwhile agents, supervisors, watchdogs,
+interpreters, controllers, sinks, the container and the line to the engine are killed.
 `written` is what the box's own disk holds when a session is about to be removed, read by the engine and not by the
 collector; `left` comes from the engine's own list of processes; the agent's side file is a second witness of what it wrote.
 """
@@ -29,10 +30,11 @@ from typing import Any
 
 import docker
 import soak_agent
-from containers import Box, Containers
+from containers import Box, Containers, internal_network
 from cut_line import CutLine
 from docker.errors import APIError, NotFound
 from polling import eventually
+from sink_line import SinkLine, cut_sink
 
 from boxstrap.controller.budgets import Budgets
 from boxstrap.controller.collect import read_events
@@ -107,13 +109,15 @@ def from_disk(engine: docker.DockerClient, box: str, path: str) -> bytes | None:
 
 @dataclass
 class Plan:
-    """One session: what its agent does."""
+    """One session: what its agent does, and at which address of this host its box reaches a sink, if it is to push."""
 
     name: str
     lines: int
     base: Path
     box: str
     line: str
+    push: str = ""
+    sink_line: SinkLine | None = None
     killed: set[str] = field(default_factory=set)
     delivered: Counter[int] = field(default_factory=Counter)
 
@@ -139,10 +143,15 @@ async def drive(plan: Plan) -> Result | None:
 
     sandbox = Witness(plan.box, client, engine, plan.base / "seen")
     try:
-        async with open_session(sandbox, plan.spec(), on_event=delivered) as session:
+        async with contextlib.AsyncExitStack() as stack:
+            sink = None
+            if plan.push:
+                sink, plan.sink_line = await stack.enter_async_context(cut_sink(plan.push))
+            session = await stack.enter_async_context(open_session(sandbox, plan.spec(), sink=sink, on_event=delivered))
             await session.invoke(plan.spec().request("p"))
         return session.result
     finally:
+        plan.sink_line = None
         client.close()
         engine.close()
 
@@ -226,12 +235,17 @@ INSIDE = {
 BOX_WIDE = {"pythons"}
 """What is done for one session and meets all that run in its box."""
 OUTSIDE = ("cut", "pause", "docker-restart", "docker-kill")
+SINK = ("sink", "answers")
+"""What is done to the sink of one session: it is away for a moment, or what it answers is lost."""
 
 
 class Soak:
     """The whole run."""
 
-    def __init__(self, *, kills: int, seed: int, base: Path, box: Box, engine: docker.DockerClient, line: CutLine) -> None:
+    def __init__(
+        self, *, kills: int, seed: int, base: Path, box: Box, engine: docker.DockerClient, line: CutLine, host: str
+    ) -> None:
+        self.host = host
         self.wanted, self.base, self.box, self.engine, self.line = kills, base, box, engine, line
         self.random = random.Random(seed)
         self.killer = Killer(engine, box, line)
@@ -265,11 +279,13 @@ class Soak:
 
     def plan(self, name: str) -> Plan:
         """Say what one agent writes."""
-        return Plan(name=name, lines=self.random.randint(40, 160), base=self.base, box=self.box.id, line=self.line.url)
+        push = self.host if self.random.random() < 0.5 else ""
+        lines = self.random.randint(40, 160)
+        return Plan(name=name, lines=lines, base=self.base, box=self.box.id, line=self.line.url, push=push)
 
     def move(self, plans: list[Plan]) -> tuple[float, str, Plan, float]:
         """Choose a kill: when, what, whose, and for how long where it is undone."""
-        kinds = [*INSIDE, *INSIDE, "controller", "controller", *OUTSIDE]
+        kinds = [*INSIDE, *INSIDE, "controller", "controller", *SINK, *SINK, *OUTSIDE]
         what = self.random.choice(kinds)
         return self.random.uniform(0.0, 0.6), what, self.random.choice(plans), self.random.choice((0.2, 0.5, 1.5, 5.0))
 
@@ -279,12 +295,26 @@ class Soak:
             return  # its own process does that: see `controlled`
         if what in OUTSIDE:
             done = await self.killer.outside(what, pause_s)
+        elif what in SINK:
+            done = await self.trouble(plan.sink_line, what, pause_s)
         else:
             done = await asyncio.to_thread(self.killer.inside, plan, what)
         if done:
             plan.killed.add(what)
             self.tally.kills += 1
             self.tally.kinds[what] += 1
+
+    async def trouble(self, line: SinkLine | None, what: str, pause_s: float) -> bool:
+        """Take a session's sink away for a moment, or its answers; False when it has none at this moment."""
+        if line is None:
+            return False
+        if what == "answers":
+            line.lose(3)
+        else:
+            line.cut()
+            await asyncio.sleep(pause_s)
+            line.mend()
+        return True
 
     async def controlled(self, plan: Plan, moves: list[tuple[float, str, Plan, float]]) -> Result | None:
         """Control a session: in this process, after as many killed controllers in processes of their own as are due."""
@@ -294,7 +324,7 @@ class Soak:
                     sys.executable,
                     __file__,
                     "--drive",
-                    json.dumps([plan.name, plan.lines, str(plan.base), plan.box, plan.line]),
+                    json.dumps([plan.name, plan.lines, str(plan.base), plan.box, plan.line, plan.push]),
                 ]
                 process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)
                 await begun(plan)
@@ -413,8 +443,8 @@ def main() -> int:
     parser.add_argument("--drive", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.drive:
-        name, lines, base, box, line = json.loads(options.drive)
-        asyncio.run(drive(Plan(name=name, lines=lines, base=Path(base), box=box, line=line)))
+        name, lines, base, box, line, push = json.loads(options.drive)
+        asyncio.run(drive(Plan(name=name, lines=lines, base=Path(base), box=box, line=line, push=push)))
         return 0
     seed = int(time.time()) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory(prefix="boxstrap-soak-") as folder, CutLine(Path(folder)) as line:
@@ -422,10 +452,11 @@ def main() -> int:
         engine = docker.from_env(timeout=120)
         boxes = Containers(engine, tag_of=lambda name: f"boxstrap/{name}")
         try:
-            with watched(base) as changed:
-                box = boxes("debian:12", network="none")
+            with watched(base) as changed, internal_network(engine) as network:
+                box = boxes("debian:12", network=network.name)
                 soak_agent.put_into(box, Path(folder))
-                tally = asyncio.run(Soak(kills=options.kills, seed=seed, base=base, box=box, engine=engine, line=line).run())
+                soak = Soak(kills=options.kills, seed=seed, base=base, box=box, engine=engine, line=line, host=network.host)
+                tally = asyncio.run(soak.run())
                 outside = changed()
                 tally.outside = len(outside)
         finally:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evidence from a container: seconds from an event's writing to the controller's callback, and events a second.
 
-Beside it, what `docker exec` with a held stream gives for the same lines: the fastest way there is, which loses its end at
-a cut. Host and container share one clock.
+Pulled by a held exec, and pushed to a sink of this host. Beside them, what `docker exec` with a held stream gives for the same
+lines: the fastest way there is, which loses its end at a cut. Host and container share one clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import sys
 import tempfile
@@ -18,10 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import docker
-from containers import Box, Containers
+from containers import Box, Containers, internal_network
 from rich.console import Console
 from rich.table import Table
 
+from boxstrap.controller.listening import listening
 from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.session import SessionSpec, open_session
 from boxstrap.runner.wire import Event
@@ -32,7 +34,7 @@ LINE = "a line of evidence as an agent may print it, about one hundred and twent
 FAST = f"yes '{LINE}' | head -n {FAST_LINES}"
 
 
-async def through_boxstrap(box: Box, folder: Path, name: str, script: str) -> tuple[list[float], float]:
+async def through_boxstrap(box: Box, folder: Path, name: str, script: str, push_to: str = "") -> tuple[list[float], float]:
     """Return the latency of each log line whose text is a time, and the seconds of the whole invocation."""
     latencies: list[float] = []
 
@@ -48,11 +50,16 @@ async def through_boxstrap(box: Box, folder: Path, name: str, script: str) -> tu
         out=folder / name,
         argv=["sh", "-c", script],
     )
-    async with open_session(DockerSandbox(box.id), spec, on_event=on_event) as session:
+    notes: list[str] = []
+    async with (
+        listening(push_to) if push_to else contextlib.nullcontext() as sink,
+        open_session(DockerSandbox(box.id), spec, sink=sink, on_event=on_event, on_note=notes.append) as session,
+    ):
         begun = time.monotonic()
         result = await session.invoke(spec.request("p"))
         seconds = time.monotonic() - begun
     assert not result.gaps
+    assert not push_to or [note for note in notes if "evidence" in note] == ["the box's evidence is pushed"]
     return latencies, seconds
 
 
@@ -73,14 +80,16 @@ def through_exec(box: Box, script: str) -> tuple[list[float], float]:
 def main() -> None:
     """Print the table."""
     table = Table("way", "latency p50, ms", "p99, ms", "events/s", title="Evidence")
-    boxes = Containers(docker.from_env(timeout=600), tag_of=lambda name: name)
+    engine = docker.from_env(timeout=600)
+    boxes = Containers(engine, tag_of=lambda name: name)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            box = boxes("boxstrap/debian:12", network="none")
+        with tempfile.TemporaryDirectory() as folder, internal_network(engine) as network:
+            box = boxes("boxstrap/debian:12", network=network.name)
             asyncio.run(through_boxstrap(box, Path(folder), "warm-up", "true"))
-            slow, _ = asyncio.run(through_boxstrap(box, Path(folder), "slow", SLOW))
-            fast, seconds = asyncio.run(through_boxstrap(box, Path(folder), "fast", FAST))
-            row(table, "boxstrap (pull)", slow, fast, seconds)
+            for way, push_to in (("pulled", ""), ("pushed", f"http://{network.host}:0")):
+                slow, _ = asyncio.run(through_boxstrap(box, Path(folder), f"slow-{way}", SLOW, push_to))
+                fast, seconds = asyncio.run(through_boxstrap(box, Path(folder), f"fast-{way}", FAST, push_to))
+                row(table, f"boxstrap ({way})", slow, fast, seconds)
             slow, _ = through_exec(box, SLOW)
             fast, seconds = through_exec(box, FAST)
             row(table, "held exec stream, nothing kept", slow, fast, seconds)
