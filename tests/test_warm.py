@@ -25,6 +25,7 @@ from test_session import spec
 from test_supervisor import START, Runner, pids_below
 
 from boxstrap.controller.collect import read_events
+from boxstrap.controller.listening import listening
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.session import Session, open_session
 from boxstrap.runner.wire import Model, Outcome, Request, outcome_of, prewarm_of, to_json
@@ -220,6 +221,20 @@ async def test_evidence_is_the_same_as_without(tmp_path: Path, box: Path, settle
         kinds.append([event.kind for event in read_events(result.evidence)])
     assert kinds[0] == kinds[1]
     assert remains(box) == []
+
+
+async def test_what_waited_pushes_its_evidence_where_the_request_says(tmp_path: Path, box: Path) -> None:
+    wanted = spec(tmp_path, "echo", "on")
+    notes: list[str] = []
+    async with (
+        listening("http://127.0.0.1:0") as sink,
+        open_session(LocalSandbox(box), wanted, sink=sink, on_note=notes.append) as session,
+    ):
+        await is_warm(session)
+        result = await session.invoke(wanted.request("p"))
+    assert (result.outcome, result.gaps) == (Outcome.COMPLETED, [])
+    assert "the box's evidence is pushed" in notes
+    assert pids_below(wanted.session_id) == []
 
 
 async def test_request_that_is_not_the_specs_is_run_as_it_is(tmp_path: Path, box: Path) -> None:
