@@ -1,11 +1,14 @@
 # SPDX-FileCopyrightText: The boxstrap authors
 # SPDX-License-Identifier: Apache-2.0
-"""The real pusher, the real sink and the pull, under any order of troubles: each event is delivered exactly once."""
+"""The box's side of the push: exactly once with the real sink under any order of troubles, and whom it trusts."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
+import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +16,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import eventually
+from raw_model import RawModel, answer
 from sink_line import SinkLine, cut_sink
 from test_collect import line
 
@@ -119,6 +124,33 @@ def hurried() -> Iterator[None]:
         patch.setattr(push, "PUSH_BEAT_S", 0.05)
         patch.setattr(push, "PAUSES_S", (0.01, 0.02, 0.05))
         yield
+
+
+def test_sink_behind_tls_is_checked_by_the_tasks_authorities_and_reached_without_its_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's certificate gets nothing, the token least of all."""
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make, *subject], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    house = House(tmp_path)
+    with RawModel(answer(b'{"v":1,"next":0}'), tls=context) as server:
+        told = Told(url=f"https://localhost:{server.port}/evidence", token="t0ken")
+        Path(house.session.sink).write_text(to_json(told))
+        stranger = push.Pusher(house.session)
+        eventually(lambda: stranger._failures > 2)
+        assert server.requests == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        eventually(lambda: len(server.requests) > 2)
+        house.end()
+        stranger.finish(within_s=5)
+    house.collector.close()
+    assert stat.S_IMODE(Path(house.session.sink).stat().st_mode) == 0o600
 
 
 @settings(deadline=None, max_examples=40)
