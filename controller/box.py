@@ -28,6 +28,7 @@ from boxstrap.controller.errors import (
 from boxstrap.controller.follower import FOLLOW_S, Follower
 from boxstrap.controller.inbox import Inbox
 from boxstrap.controller.sandbox import Conversing, ExecResult, Sandbox
+from boxstrap.controller.sources import Sources
 from boxstrap.runner.layout import SessionPaths
 from boxstrap.runner.wire import STOPPED_CLAIM, Answer, Code, Request, Sink, Tail, session_brand, to_json
 
@@ -42,10 +43,6 @@ PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.5)
 PATIENCE_S = 60.0
 """How long a box that runs may give no sensible answer: an agent can kill whatever we start, or leave no free process."""
 STOP_TRIES = 3
-HANDOVER_S = 1.0
-"""How long the first push is waited for, once: a box that does not reach the sink is followed after that."""
-
-CHANGES_TOLD = 10
 
 _QUELL = """brand=$1
 for signal in STOP STOP KILL; do
@@ -98,11 +95,8 @@ class BoxSession:
         self._held: list[asyncio.Future[object]] = []
         self._warm = False
         """Whether something waits in the box, or may, that this side has started."""
-        self._follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Conversing) else None
-        self._inbox: Inbox | None = None
-        self._note = note
-        self._way = ""
-        self._changes = 0
+        follower = Follower(sandbox, self._following, user=user) if isinstance(sandbox, Conversing) else None
+        self._sources = Sources(collector, follower, note)
 
     async def claim(self) -> str:
         """Make the session's folder and read its claim: someone may have started this session before.
@@ -162,7 +156,7 @@ class BoxSession:
 
     async def receive(self, inbox: Inbox, local: Path) -> None:
         """Take what the box pushes into `inbox`, and tell the box where that is; `local` is a name for the time being."""
-        self._inbox = inbox
+        self._sources.inbox = inbox
         _write_privately(local, to_json(Sink(url=inbox.url, token=inbox.token)))
         try:
             await self.steadily(lambda: push.foreign(self._sandbox.upload(local, self._paths.sink)))
@@ -185,8 +179,7 @@ class BoxSession:
 
     async def release(self) -> None:
         """Let the execs go that held the runner and followed it: the runner has ended, or never will."""
-        if self._follower is not None:
-            await self._follower.close()
+        await self._sources.close()
         if self._held:
             _, pending = await asyncio.wait(self._held, timeout=HELD_BOUND_S)
             for held in pending:
@@ -208,7 +201,9 @@ class BoxSession:
         stopped = ours = False
         while True:
             asked = time.monotonic()
-            tail = await self._next(wait_s=min(TAIL_WAIT_S, 1.0 if self._collector.offset == 0 else TAIL_WAIT_S))
+            tail = await self._sources.next()
+            if tail is None:
+                tail = await self._tail(wait_s=1.0 if self._collector.offset == 0 else TAIL_WAIT_S)
             if tail.claim == STOPPED_CLAIM:
                 return tail
             if ours and tail.claim != digest:
@@ -231,61 +226,11 @@ class BoxSession:
                 if stopped:
                     raise SandboxLost("The session does not end.", remedy="Look at what runs in the box.")
                 stopped = True
-                self._inbox = None  # what ends now is asked for: whoever has the box's token can push that all goes on
+                self._sources.inbox = None  # what ends now is asked for: whoever has the box's token can push that all goes on
                 await self.stop(bound_s=stop_s)
                 bound = time.monotonic() + STOP_MARGIN_S
             if not tail.chunk and now - asked < PAUSES_S[1]:
                 await asyncio.sleep(PAUSES_S[1])  # what answers at once with nothing is not what we put there
-
-    async def _next(self, *, wait_s: float) -> Tail:
-        """Take the next reply from where it comes fastest: pushed, from the held follower, or asked for."""
-        tail = await self._pushed()
-        if tail is None and self._follower is not None and self._collector.offset > 0:
-            tail = await self._followed(self._follower)
-        return tail if tail is not None else await self._tail(wait_s=wait_s)
-
-    async def _pushed(self) -> Tail | None:
-        """Take what the box pushes, and acknowledge it when it is on disk; None while it is silent, or makes no sense."""
-        inbox, begun = self._inbox, self._collector.offset > 0
-        if inbox is None:
-            return None
-        line = await inbox.line(within_s=max(inbox.patience_s, HANDOVER_S if begun and not self._way else 0.0))
-        if line is None:
-            self._say("pulled" if begun else "")
-            return None
-        try:
-            tail = self._collector.feed(line)
-        except EvidenceError as error:
-            inbox.refuse(self._collector.offset, error.message)
-            if not error.passing:
-                raise
-            return None
-        inbox.acknowledge(self._collector.offset)
-        self._say("pushed")
-        if self._follower is not None:
-            await self._follower.close()
-        return tail
-
-    def _say(self, way: str) -> None:
-        """Tell which way the evidence comes, and when that changes; a box that changes it for ever is not told of for ever."""
-        if way and way != self._way:
-            self._way = way
-            self._changes += 1
-            if self._changes <= CHANGES_TOLD:
-                self._note("the box's evidence is pushed" if way == "pushed" else "nothing is pushed: the evidence is pulled")
-
-    async def _followed(self, follower: Follower) -> Tail | None:
-        """Take the next reply of the held follower, where it gives one that makes sense."""
-        line = await follower.line(within_s=TAIL_WAIT_S)
-        if line is None:
-            return None
-        try:
-            return self._collector.feed(line)
-        except EvidenceError as error:
-            await follower.close()
-            if not error.passing:
-                raise
-            return None
 
     async def catch_up(self, *, stop_s: float) -> Tail:
         """Stop what is left, and collect to the end."""
