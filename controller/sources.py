@@ -51,7 +51,10 @@ class Sources:
             await self._follower.close()
 
     async def _pushed(self, inbox: Inbox) -> Tail | None:
-        """Take what the box pushes, and acknowledge it; None while it is silent, or makes no sense."""
+        """Take what the box pushes, and acknowledge it; None while it is silent, makes no sense, or says that it has ended.
+
+        Any process in there that reads the token could say so while the session runs: whether it is true is asked for.
+        """
         begun = self._collector.offset > 0
         line = await inbox.line(within_s=max(inbox.patience_s, HANDOVER_S if begun and not self._way else 0.0))
         if line is None:
@@ -68,6 +71,9 @@ class Sources:
         inbox.acknowledge(self._collector.offset)
         self._tell("the box's evidence is pushed")
         await self.close()
+        if tail.state != "running":
+            self.inbox = None
+            return None
         return tail
 
     async def _followed(self, follower: Follower) -> Tail | None:
