@@ -46,7 +46,7 @@ def withdraw(session: SessionPaths) -> None:
 
 def waits(session: SessionPaths) -> bool:
     """Whether a supervisor waits that has taken no request."""
-    return os.path.lexists(session.warm) and not receipts.introduction(session).get("claim") and bool(_waiting(session))
+    return receipts.introduction(session).get("claim") == "" and bool(_waiting(session))
 
 
 def taken(session: SessionPaths, digest: str) -> bool:
