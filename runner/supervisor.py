@@ -123,7 +123,7 @@ class Supervisor:
             if getattr(self._prepare(), "WAITS", False):
                 self._spawn(waits=True)
             taken = warm.claimed(self._session, self._request, self._called_off)
-        if taken is None:
+        if taken is None or not self._stands():
             finish.kill_all(finish.below_this)
             return False
         self._request, self._digest = taken
@@ -135,6 +135,12 @@ class Supervisor:
                 os.write(self._go, environment.GO)
             os.close(self._go)
         return True
+
+    def _stands(self) -> bool:
+        """Whether what was started early still runs: what became of it before its request is nobody's failure."""
+        started = (self._agent_pid, self._gateway.pid if self._gateway is not None else 0)
+        found = [processes.read(pid) for pid in started if pid]
+        return not any(process is None or process.dead for process in found)
 
     def _called_off(self, wait_s: float) -> bool:
         select.select([self._wake_reader], [], [], wait_s)

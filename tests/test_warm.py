@@ -139,6 +139,17 @@ def test_whatever_is_killed_while_it_waits_the_request_runs_once(session: Warmed
     session.once()
 
 
+def test_gateway_that_died_while_it_waited_is_nobodys_failure(session: Warmed) -> None:
+    model = Model(url="http://127.0.0.1:9/v1", name="none")
+    session.warm(model=model)
+    (gateway,) = pids_below(f"BOXSTRAP_SESSION={session.folder.name}")
+    os.kill(gateway, signal.SIGKILL)
+    session.prompted(model=model)
+    session.verb("run", "--hold")
+    session.once()
+    assert session.events("gap") == []
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_request_may_come_at_any_moment_of_the_start(session: Warmed, seed: int) -> None:
     """`run` is started so many milliseconds after `run --prewarm`: one of the two runs it, never both, never none."""
@@ -264,9 +275,12 @@ async def test_another_ones_session_is_not_stopped_by_a_close_without_a_request(
     assert remains(box) == []
 
 
-async def test_agent_has_imported_before_it_is_asked(tmp_path: Path) -> None:
-    """NOOA for real: its import is over before the request is there, in a repository that was put there afterwards."""
-    box = tmp_path / "box"
+@pytest.mark.parametrize("killed", [False, True])
+async def test_agent_has_imported_before_it_is_asked(tmp_path: Path, box: Path, killed: bool) -> None:
+    """NOOA for real: its import is over before the request is there, in a repository that was put there afterwards.
+
+    One that was killed while it waited is started again.
+    """
     repo = tmp_path / "bills"
     make_sample_repo(repo)
     with ScriptedModel() as model:
@@ -274,13 +288,15 @@ async def test_agent_has_imported_before_it_is_asked(tmp_path: Path) -> None:
         async with open_session(LocalSandbox(box), wanted) as session:
             await is_warm(session)
             agent = await asyncio.to_thread(eventually, lambda: waiting_driver(wanted.session_id))
+            if killed:
+                os.kill(agent, signal.SIGKILL)
             repo.rename(tmp_path / "moved")
             make_sample_repo(repo)
             result = await session.invoke(wanted.request(PROMPT))
         assert len(model.calls) == 4
     assert (result.outcome, result.gaps) == (Outcome.COMPLETED, [])
     started = next(event for event in read_events(result.evidence) if event.kind == "agent_started")
-    assert started.data["pid"] == agent
+    assert (started.data["pid"] == agent) is not killed
     assert (changed(repo), changed(tmp_path / "moved")) == (b" M bills/split.py\n", b"")
     assert pids_below(wanted.session_id) == []
 
