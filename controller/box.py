@@ -124,12 +124,12 @@ class BoxSession:
         Raises:
             CleanupUnconfirmed, SandboxLost: see remove.
         """
-        if self._warm:
+        if self._warm and await self.claim() in {"", STOPPED_CLAIM}:
             await self.remove(bound_s=bound_s, keep=keep)
-            await self.release()
         else:  # the folder is another one's, or empty
             path = shlex.quote(self._paths.path)
             await self._run(f'rmdir {path} "$(dirname {path})" 2>/dev/null; :', bound_s=bound_s)
+        await self.release()
 
     async def _make(self, *links: str) -> str:
         """Make the session's folder, and say where the first of some links in it leads that is there.

@@ -258,10 +258,12 @@ async def test_request_that_is_not_the_specs_is_run_as_it_is(tmp_path: Path, box
 
 
 async def test_another_ones_session_is_not_stopped_by_a_close_without_a_request(tmp_path: Path, box: Path) -> None:
-    """Neither one that runs nor one that waits."""
+    """Neither one that runs nor one that waits, nor one that took the place of what this one had started early."""
     wanted = spec(tmp_path, "sh", "-c", "echo on; exec sleep 600")
+    early = Session(LocalSandbox(box), replace(wanted, out=tmp_path / "early", env={"EARLY": "1"}))
+    await early.open()
+    await is_warm(early)
     async with open_session(LocalSandbox(box), wanted) as first:
-        await is_warm(first)
         async with open_session(LocalSandbox(box), replace(wanted, out=tmp_path / "second")):
             pass
         await is_warm(first)
@@ -269,6 +271,7 @@ async def test_another_ones_session_is_not_stopped_by_a_close_without_a_request(
         await asyncio.to_thread(eventually, lambda: first.collector.events >= 2)
         async with open_session(LocalSandbox(box), replace(wanted, out=tmp_path / "third")):
             pass
+        await early.close()
         assert not invoked.done()
         assert pids_below(f"BOXSTRAP_SESSION={wanted.session_id}")
     assert (await invoked).outcome is Outcome.CANCELLED
