@@ -31,7 +31,7 @@ from boxstrap.runner.wire import Event, Kind, Model, Outcome
 CHILDREN = Path(__file__).parent / "children"
 AGENTS = ("nooa", "pool", "opencode", "mini-swe-agent", "command")
 MARKED = "grep -lz '^BOXSTRAP_SESSION=' /proc/[0-9]*/environ 2>/dev/null | wc -l"
-DEADLINE_S = 20.0
+DEADLINE_S = 12.0
 
 
 @dataclass(frozen=True)
