@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from polling import eventually
-from test_session import spec
+from test_session import MARKED, spec
 from test_supervisor import pids_below
 
 from boxstrap.controller.errors import CleanupUnconfirmed, SandboxLost, SessionConflict, SessionStateError
+from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.sandboxes.local import LocalSandbox
 from boxstrap.controller.sandboxes.output import Output, failed
 from boxstrap.controller.session import Session, open_session
@@ -30,9 +31,12 @@ class Meddling:
 
     shares_host_network = True
 
-    def __init__(self, folder: Path, before: Callable[[int, str], Output | None] = lambda *_: None) -> None:
-        self.inner = LocalSandbox(folder)
-        self.roots = self.inner.roots
+    def __init__(
+        self, inner: Path | LocalSandbox | DockerSandbox, before: Callable[[int, str], Output | None] = lambda *_: None
+    ) -> None:
+        self.inner = LocalSandbox(inner) if isinstance(inner, Path) else inner
+        if isinstance(self.inner, LocalSandbox):
+            self.roots = self.inner.roots
         self.before = before
         self.calls = 0
 
@@ -67,21 +71,48 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("box")
 
 
+class Box:
+    """Where the sweep takes place, and an oracle of what is left there."""
+
+    def __init__(self, inner: LocalSandbox | DockerSandbox, left: Callable[[str], object]) -> None:
+        self.inner = inner
+        self.left = left
+        """Gives what is left of the session of that name: nothing, it should be."""
+
+
+@pytest.fixture(params=["local", pytest.param("container", marks=pytest.mark.container)])
+def swept(request: pytest.FixtureRequest, tmp_path: Path) -> Box:
+    """A folder of this machine, and a container without a network."""
+    if request.param == "local":
+        folder = tmp_path / "box"
+        return Box(LocalSandbox(folder), lambda name: pids_below(f"BOXSTRAP_SESSION={name}") + remains(folder))
+    box = request.getfixturevalue("container")("debian:12", network="none")
+    files = "ls -Ad /tmp/* /tmp/.[!.]* /.boxstrap* /opt/.boxstrap* /opt/*/.boxstrap* /opt/*/.stage-* 2>/dev/null"
+    return Box(DockerSandbox(box.id), lambda _: box.check(f"{MARKED}; {files} || :").removeprefix("0"))
+
+
 def remains(box: Path) -> list[str]:
     """List what a session may have left: folders of sessions, of pushes, of stages."""
     sessions = [str(path) for path in box.glob("tmp/nemo-gym-command/*")]
     return sessions + [str(path) for path in box.glob("opt/*/.stage-*")]
 
 
-async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Path) -> None:
+async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Path, swept: Box) -> None:
     """The task is cancelled while its n-th call to the box runs, for every n there is, and again a moment later."""
-    box = tmp_path / "box"
     point = completed = 0
     while not completed:
         point += 1
         assert point < 60
         token = f"sweep-{os.getpid()}-{point}"
-        wanted = spec(tmp_path, "sh", "-c", "(setsid sleep 600 &) ; echo on; sleep 0.2", session_id=token, out=tmp_path / token)
+        wanted = spec(
+            tmp_path,
+            "sh",
+            "-c",
+            "(setsid sleep 600 &) ; echo on; sleep 0.2",
+            workdir="/",
+            session_id=token,
+            out=tmp_path / token,
+        )
 
         async def whole(sandbox: Meddling, wanted: Any = wanted) -> Outcome:
             async with open_session(sandbox, wanted) as session:
@@ -95,7 +126,7 @@ async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Pa
             if n in {point, point + 2}:
                 asyncio.get_running_loop().call_later(0.02 * (point % 3), tasks[0].cancel)
 
-        sandbox = Meddling(box, cancel)
+        sandbox = Meddling(swept.inner, cancel)
         task = asyncio.create_task(whole(sandbox))
         tasks.append(task)
         try:
@@ -104,8 +135,7 @@ async def test_cancelled_at_each_await_it_leaves_nothing_in_the_box(tmp_path: Pa
             assert outcome in {Outcome.COMPLETED, Outcome.CANCELLED}
         except asyncio.CancelledError:
             assert task.cancelled()
-        assert pids_below(f"BOXSTRAP_SESSION={token}") == [], point
-        assert remains(box) == [], point
+        assert not await asyncio.to_thread(swept.left, token), point
     assert point > 8
 
 

@@ -26,6 +26,7 @@ import docker
 import docker.errors
 import requests
 
+from boxstrap.controller.cancelling import carry_through
 from boxstrap.controller.errors import EvidenceError, SandboxLost
 from boxstrap.controller.sandboxes.engine import FAILURES, ExecStream, forget, in_thread, shared_client
 from boxstrap.controller.sandboxes.output import DRAIN_S
@@ -37,6 +38,7 @@ Feed = Callable[[ExecStream], Awaitable[None]]
 WATCH_S = 1.0
 """Seconds between two looks at the container while something runs in it: how late a pause is noticed."""
 _KILL_WAIT_S = 3.0
+_START_WAIT_S = 0.5  # an exec that was being started when it was cancelled has a process by then, or never
 _DISK_CHUNK = 512 * 1024
 _FIRST_ASK_S, _LAST_ASK_S = 0.5, 5.0  # how often the engine is asked whether a silent exec still runs
 _SUSPICIOUS = 125  # a command that ended with this or more may have ended because its container did
@@ -134,8 +136,8 @@ class Container:
             facts = await in_thread(self.facts)
             command = argv(_can_end_input(client))
             created = await in_thread(client.api.exec_create, facts.id, command, stdin=feed is not None, **setting.options())
-            stream = await ExecStream.start(client, created["Id"])
             started.append(created["Id"])
+            stream = await ExecStream.start(client, created["Id"])
             try:
                 return await _converse(client, created["Id"], stream, sink, feed)
             finally:
@@ -148,6 +150,10 @@ class Container:
             ended = bool(started) and await self._kill_now(started[0])
             fate = "It was killed." if ended else "It may still be running in the container."
             raise TimeoutError(f"The command did not end within {timeout_s:g} s. {fate}") from None
+        except asyncio.CancelledError:
+            if started:  # whoever cancels tidies up next, and the command must not go on meanwhile
+                ended = await carry_through(self._kill_now(started[0]))
+            raise
         except Refused:
             if trouble := await in_thread(self._look):  # the engine has many words for a container that is going
                 raise SandboxLost(trouble) from None
@@ -259,8 +265,11 @@ class Container:
         """
         try:
             api = self._engine().api
-            pid = api.exec_inspect(exec_id)["Pid"]
-            facts = self.facts()
+            seen, look_until = api.exec_inspect(exec_id), time.monotonic() + _START_WAIT_S
+            while not seen["Pid"] and seen["ExitCode"] is None and time.monotonic() < look_until:
+                time.sleep(0.01)  # it is just being started, from another thread
+                seen = api.exec_inspect(exec_id)
+            pid, facts = seen["Pid"], self.facts()
             if not pid or facts.id not in Path(f"/proc/{pid}/cgroup").read_text(encoding="ascii", errors="replace"):
                 return False
             inside = _pid_inside(pid)
