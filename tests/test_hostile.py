@@ -100,20 +100,26 @@ import asyncio, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from test_session import once, spec
+from boxstrap.controller.sandboxes.docker import DockerSandbox
 from boxstrap.controller.sandboxes.local import LocalSandbox
 out = Path(sys.argv[3])
 wanted = spec(out, sys.argv[4], "-I", "-c", sys.argv[5], session_id="flood")
-result = asyncio.run(once(LocalSandbox(out.parent / "box"), wanted))
+result = asyncio.run(once(DockerSandbox(sys.argv[6]) if sys.argv[6] else LocalSandbox(out.parent / "box"), wanted))
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
 print(result.outcome.value, int(peak.split()[1]) // 1024)  # not ru_maxrss: it outlives exec, and is what pytest had
 """
 
 
-def test_flood_of_output_costs_the_host_neither_memory_nor_meaning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["", pytest.param("task", marks=pytest.mark.container)])
+def test_flood_of_output_costs_the_host_neither_memory_nor_meaning(
+    tmp_path: Path, request: pytest.FixtureRequest, where: str
+) -> None:
     """Two lines of 50 MB, escapes, NULs, bytes that are no UTF-8: bounded, and said. Measured in a process of its own."""
     base = tmp_path / "base"
     base.mkdir()
-    argv = [sys.executable, "-c", MEASURED, SOURCES, str(Path(__file__).parent), str(base), sys.executable, FLOOD]
+    box = request.getfixturevalue("container")(where, network="none").id if where else ""
+    python = "python3" if where else sys.executable
+    argv = [sys.executable, "-c", MEASURED, SOURCES, str(Path(__file__).parent), str(base), python, FLOOD, box]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     outcome, peak_mib = done.stdout.split()
