@@ -92,7 +92,13 @@ class Account:
         self._answer: Answer | None = None
         self._kept = bytearray()
         self._hash = hashlib.sha256()
-        self._request: dict[str, Any] = {}
+        self._request: dict[str, Any] | None = None
+
+    def read_request(self) -> dict[str, Any]:
+        """Parse the request, once. Whoever does so while the model thinks has less to do when its answer comes."""
+        if self._request is None:
+            self._request = _parsed(self.ask.body)
+        return self._request
 
     @property
     def counted(self) -> bool:
@@ -132,7 +138,7 @@ class Account:
     def told(self) -> dict[str, object]:
         """Return the event's data, without payloads."""
         now = time.monotonic()
-        body = self._request = _parsed(self.ask.body)
+        body = self.read_request()
         reply: dict[str, Any] = self._answer.reply if self._answer is not None else {}
         return {
             "seq": self.seq,
@@ -162,7 +168,7 @@ class Account:
         """Return request and response as JSON. A retry's request is the first one's."""
         found = {}
         if self.attempt == 0:
-            found["request"] = _as_json(self.ask.body, parsed=bool(self._request))
+            found["request"] = _as_json(self.ask.body, parsed=bool(self.read_request()))
         if self.response_bytes:
             answer = self._answer
             if answer is not None and (answer.compressed or answer.streaming) and _is_whole(answer):

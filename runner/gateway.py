@@ -35,6 +35,8 @@ RESPONSE_MAX = 64 * 1024 * 1024
 HEAD_MAX = 64 * 1024
 _READ = 128 * 1024
 FLUSH_BOUND_S = 3.0
+READ_AFTER_S = 0.05
+"""A request is parsed for its event so long after it was sent: not while others wait to be sent, nor when answers come."""
 _OWN = INVOCATION_HEADER.encode()
 _DROPPED = frozenset((b"host", b"content-length", b"accept-encoding", b"cookie", b"expect", _OWN))
 _JSON = (b"content-type", b"application/json")
@@ -87,6 +89,7 @@ class Gateway:
         sent = without_cache_control(body) if dialect in {"chat", "responses"} else body
         ask = Ask(method=method, path=target, dialect=dialect, headers=headers, body=sent)
         account = self._calls.begin(ask, invocation=_header(request.headers, _OWN))
+        reading = asyncio.get_running_loop().call_later(READ_AFTER_S, account.read_request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._forward(ask, account, client)
@@ -100,6 +103,7 @@ class Gateway:
             account.fail("client_gone" if client.gone else "session_ended", "the call was broken off")
             raise
         finally:
+            reading.cancel()
             self._calls.end(account)
         if account.error in KINDS:
             if client.answered:

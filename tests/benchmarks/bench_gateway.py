@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -117,25 +116,19 @@ def slow_model(seconds: float, bind: str = "127.0.0.1") -> Iterator[str]:
 
 @contextlib.contextmanager
 def gateway(url: str) -> Iterator[tuple[str, int]]:
-    """Run a gateway before that model, its events read as a supervisor reads them; give its URL and its pid."""
+    """Run a gateway before that model, its events read by another process, as a supervisor's are; give its URL and its pid."""
     with tempfile.TemporaryDirectory() as folder:
         request = Request(session_id="bench", agent="command", workdir="/", prompt="")
         started = GatewayProcess(
             request, Model(url=url, name="m"), SessionPaths(folder), {"PATH": os.environ["PATH"]}, lambda kind, data: None
         )
         os.set_blocking(started.pump.fd, True)
-
-        def read() -> None:
-            while os.read(started.pump.fd, 1 << 20):  # no more: this process is also the client
-                continue
-
-        reader = threading.Thread(target=read)
-        reader.start()
+        reader = subprocess.Popen(["cat"], stdin=started.pump.fd, stdout=subprocess.DEVNULL)
         try:
             yield started.model.url, started.pid
         finally:
             started.hang_up()
-            reader.join()
+            reader.wait()
             os.waitpid(started.pid, 0)
 
 
