@@ -28,9 +28,10 @@ from boxstrap.controller.errors import BoxstrapError, SandboxLost, SetupFailed, 
 from boxstrap.controller.sandbox import Sandbox
 from boxstrap.controller.sandboxes.docker import DockerSandbox, own_container
 from boxstrap.controller.sandboxes.local import LocalSandbox
-from boxstrap.controller.session import RELAY, Result, SessionSpec, open_session
+from boxstrap.controller.session import open_session
 from boxstrap.controller.show import Progress, show_result
 from boxstrap.controller.sink import Sink
+from boxstrap.controller.spec import RELAY, Result, SessionSpec
 from boxstrap.runner.wire import OUTCOME_EXIT, ExitStatus, Model, Outcome
 
 AGENTS = sorted({agent for agent, _ in payloads.RECIPES} | payloads.by_lock() | payloads.NEEDS_NONE | programs.known())
