@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from test_collect import line, reply
 
 from boxstrap.controller import inbox as inbox_module
@@ -272,6 +274,17 @@ async def test_mounted_sink_is_found_below_its_mount(root_path: str, path: str) 
     inbox.acknowledge(7)
     await call
     assert (said[0]["status"], said[1]["body"].decode()) == (200, to_json(Acknowledged(next=7)))
+
+
+async def test_starlette_mounts_it_as_it_is(collector: Collector) -> None:
+    """And with it FastAPI, which mounts by Starlette's own."""
+    sink = Sink("http://agents.example:8000/boxstrap")
+    inbox = sink.register()
+    app = Starlette(routes=[Mount("/boxstrap", app=sink)])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        assert await pushed(client, inbox, collector, reply(0, line(1))) == (200, collector.offset)
+        assert (await client.get(inbox.url)).status_code == 405
+        assert (await client.post(inbox.url + "/more")).status_code == 404
 
 
 async def test_other_event_loop_is_refused(sink: Sink) -> None:
