@@ -158,11 +158,11 @@ class Supervisor:
         request = self._request
         if self._agent is None:
             self._prepare()
-        if not self._agent_pid:
-            self._spawn()
         if request.model is not None:
             self._log.append(Kind.LOG, {"stream": "boxstrap", "text": _patience(request.model)})
         self._log.append(Kind.PHASE, {"name": "environment", "seconds": self._prepared_s})
+        if not self._agent_pid:
+            self._spawn()
         self._log.append(
             Kind.AGENT_STARTED,
             {"agent": request.agent, "pid": self._agent_pid, "argv": plain(self._argv), "workdir": plain(request.workdir)},

@@ -121,9 +121,9 @@ async def test_what_would_not_go_is_named_and_closing_again_tries_again(containe
 async def test_full_disk_costs_events_that_are_counted_and_no_receipt(container: Containers, tmp_path: Path) -> None:
     box = container("debian:12", network="none", tmpfs={"/small": "size=3m,mode=1777"})
     await once(DockerSandbox(box.id), spec(tmp_path, "true", session_id="first", out=tmp_path / "first"))
-    script = (
-        f"echo before; cat /dev/zero > $HOME/fill; {COUNTING.replace('sleep 0.1', ':')}; rm $HOME/fill; sleep 1; echo after"
-    )
+    kept = 'until grep -q \'"text":"before"\' /small/s/*/evidence.ndjson; do sleep 0.02; done'
+    filled = f"cat /dev/zero > $HOME/fill; {COUNTING.replace('sleep 0.1', ':')}; rm $HOME/fill"
+    script = f"echo before; {kept}; {filled}; sleep 1; echo after"
     wanted = spec(tmp_path, "sh", "-c", script, session_root="/small/s")
     result = await once(DockerSandbox(box.id), wanted)
     assert (result.outcome, result.gaps) == (Outcome.COMPLETED, [])
