@@ -50,8 +50,9 @@ class Pusher:
 
     def _run(self) -> None:
         try:
-            while not receipts.claim_of(self._session):  # its request is waited for: whereto to push comes with that
-                if self._judged.wait(CLAIM_EVERY_S) or not os.path.isdir(self._session.path):
+            # Its request may be waited for: whereto to push comes with that. It may have come, and all be over, in between.
+            while not receipts.claim_of(self._session) and not self._judged.wait(CLAIM_EVERY_S):
+                if not os.path.isdir(self._session.path):
                     return
             if os.path.lexists(self._session.sink):
                 self._push()

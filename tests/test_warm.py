@@ -235,7 +235,8 @@ async def test_evidence_is_the_same_as_without(tmp_path: Path, box: Path, settle
 
 
 async def test_what_waited_pushes_its_evidence_where_the_request_says(tmp_path: Path, box: Path) -> None:
-    wanted = spec(tmp_path, "echo", "on")
+    """The agent stays long enough for a second reply: the first is always asked for."""
+    wanted = spec(tmp_path, "sh", "-c", "for i in 1 2 3 4 5; do echo $i; sleep 0.2; done")
     notes: list[str] = []
     async with (
         listening("http://127.0.0.1:0") as sink,
