@@ -85,18 +85,17 @@ class Supervisor:
         self._log = EvidenceLog(self._session.evidence, self._session.artifacts)
         oom_before = cgroups.oom_kills()
         started = time.time()
-        pumps: list[Pump] = []
         survivors: list[Survivor] = []
         try:
-            pumps = self._start()
+            self._start()
         except (ValueError, OSError) as error:
             self._status, self._detail = Outcome.SETUP_FAILED.value, str(error)
             self._log.append(Kind.LOG, {"stream": "boxstrap", "text": f"the agent was not started: {plain(str(error))}"})
         else:
-            survivors = self._watch(pumps)
-            self._drain(pumps)
+            survivors = self._watch()
+            self._drain()
         survivors += self._finish_gateway()
-        return self._end(started, pumps, survivors, oom_killed=cgroups.oom_kills() > oom_before)
+        return self._end(started, survivors, oom_killed=cgroups.oom_kills() > oom_before)
 
     def _wake_on_signals(self) -> None:
         reader, writer = socket.socketpair()
@@ -148,7 +147,7 @@ class Supervisor:
             continue
         return self._stopping or os.path.lexists(self._session.stop)
 
-    def _start(self) -> list[Pump]:
+    def _start(self) -> None:
         """Make the environment and launch the agent, unless that was done before, and say so.
 
         Raises:
@@ -170,8 +169,7 @@ class Supervisor:
         for pump in self._pumps:
             self._selector.register(pump.fd, selectors.EVENT_READ, pump)
         if self._gateway is not None:
-            self._gateway.on_begin = lambda: self._take_now(self._pumps)
-        return self._pumps
+            self._gateway.on_begin = self._take_now
 
     def _prepare(self) -> agents.Agent:
         """Make the environment, and start the gateway."""
@@ -243,13 +241,13 @@ class Supervisor:
             Pump(events, path=None, on_line=self._on_event if by_fd else None),
         ]
 
-    def _take_now(self, pumps: list[Pump]) -> None:
+    def _take_now(self) -> None:
         """Read what the agent's pipes hold at this moment; their end is left to the loop."""
-        for pump in pumps:
+        for pump in self._pumps:
             if pump.open:
                 pump.read()
 
-    def _watch(self, pumps: list[Pump]) -> list[Survivor]:
+    def _watch(self) -> list[Survivor]:
         """Pump and wait until the last process is gone; return those that would not go."""
         request = self._request
         begun = beaten = time.monotonic()
@@ -317,10 +315,10 @@ class Supervisor:
         except BlockingIOError:
             return False
 
-    def _drain(self, pumps: list[Pump]) -> None:
+    def _drain(self) -> None:
         """Take what the pipes still hold. Bounded: a survivor may go on writing."""
         bound = time.monotonic() + DRAIN_BOUND_S
-        for pump in pumps:
+        for pump in self._pumps:
             while pump.open and pump.read() and time.monotonic() < bound:
                 continue
 
@@ -425,7 +423,8 @@ class Supervisor:
         else:
             self._log.append(kind, {str(plain(str(key))): plain(value) for key, value in data.items()})
 
-    def _end(self, started: float, pumps: list[Pump], survivors: list[Survivor], *, oom_killed: bool) -> Receipt:
+    def _end(self, started: float, survivors: list[Survivor], *, oom_killed: bool) -> Receipt:
+        pumps = self._pumps
         for pump in pumps:
             pump.close()
             if pump.lines.cut:

@@ -98,10 +98,10 @@ class Run:
     def _construct(self, agent_class: Any) -> tuple[Any, Any]:
         from nooa.unifiedllm import ensure_loaded  # noqa: PLC0415 (only now is NOOA cut off)
 
-        self._ask = nooa_entry.ask_of(self._request)
         from boxstrap.runner.agents.model_endpoint import ModelEndpoint  # noqa: PLC0415 (httpx is the payload's)
         from boxstrap.runner.agents.nooa_model import ChatModel, ResponsesModel  # noqa: PLC0415 (the same)
 
+        self._ask = nooa_entry.ask_of(self._request)
         ensure_loaded()  # the model registry reads its files once: now, while there are none
         model = self._request.model
         assert model is not None  # noqa: S101 (check() saw to it)
