@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 
@@ -105,3 +107,14 @@ class RawModel:
             return
         finally:
             client.close()
+
+
+def self_signed(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """Make a server's TLS context for localhost, and the file of its certificate, which nobody trusts yet."""
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make, *subject], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    return context, cert

@@ -9,8 +9,6 @@ import json
 import random
 import re
 import socket
-import ssl
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,7 +19,7 @@ import httpx
 import pytest
 from gateway_session import GatewaySession
 from polling import eventually
-from raw_model import RawModel, answer, chunked
+from raw_model import RawModel, answer, chunked, self_signed
 
 from boxstrap.runner.cache_control import without_cache_control
 from boxstrap.runner.wire import Model
@@ -364,12 +362,7 @@ def test_large_payloads_are_bounded_in_the_event(gateway: Open) -> None:
 
 def test_task_authority_is_trusted_and_a_stranger_is_not(gateway: Open, tmp_path: Path) -> None:
     """TLS is checked: against the authorities that travel along, and against those that the task's environment names."""
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*make, *subject], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+    context, cert = self_signed(tmp_path)
     with RawModel(OK, tls=context) as model:
         stranger = gateway(model, scheme="https")
         refused = posted(stranger, b"{}")

@@ -31,10 +31,7 @@ FATAL = [number for number in signal.valid_signals() if getattr(number, "name", 
 def runner(tmp_path: Path) -> Iterator[Runner]:
     runner = Runner(tmp_path / "sessions" / f"p{os.getpid()}-{tmp_path.name}"[:100])
     yield runner
-    runner.verb("stop")
-    for process in runner.started:
-        process.kill()
-        process.communicate()
+    runner.end()
     for pid in pids_below(runner.folder.name):
         os.kill(pid, signal.SIGKILL)
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ssl
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import eventually
-from raw_model import RawModel, answer
+from raw_model import RawModel, answer, self_signed
 from sink_line import SinkLine, cut_sink
 from test_collect import line
 
@@ -130,12 +128,7 @@ def test_sink_behind_tls_is_checked_by_the_tasks_authorities_and_reached_without
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger's certificate gets nothing, the token least of all."""
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*make, *subject], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+    context, cert = self_signed(tmp_path)
     for name in ("http_proxy", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     house = House(tmp_path)

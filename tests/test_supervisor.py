@@ -65,6 +65,13 @@ class Runner:
         assert answer["ok"], answer
         return status, self.receipt()
 
+    def end(self) -> None:
+        """Stop the session, and kill the verbs that still run."""
+        self.verb("stop")
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
     def receipt(self) -> Receipt:
         """Read the receipt."""
         plain = json.loads((self.folder / "receipt.json").read_text())
@@ -103,10 +110,7 @@ def pids_below(text: str) -> list[int]:
 def runner(tmp_path: Path) -> Iterator[Runner]:
     runner = Runner(tmp_path / "sessions" / f"s{os.getpid()}-{tmp_path.name}"[:100])
     yield runner
-    runner.verb("stop")
-    for process in runner.started:
-        process.kill()
-        process.communicate()
+    runner.end()
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 124, 125, 126, 137, 255])

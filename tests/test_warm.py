@@ -67,10 +67,7 @@ class Warmed(Runner):
 def session(tmp_path: Path) -> Iterator[Warmed]:
     runner = Warmed(tmp_path / "sessions" / f"w{os.getpid()}-{tmp_path.name}"[:100])
     yield runner
-    runner.verb("stop")
-    for process in runner.started:
-        process.kill()
-        process.communicate()
+    runner.end()
 
 
 def test_request_is_handed_over_and_told_like_any_other(session: Warmed) -> None:
